@@ -1,0 +1,79 @@
+"""bareloop: where a PyTorch training script's time goes, and whether two scripts do the same.
+
+    import bareloop
+
+    diagnosis = bareloop.explain("train.py", ["--lr", "3e-4"])
+    comparison = bareloop.compare("trainer.py", "loop.py")
+
+Importing this loads neither torch nor anything else beyond the standard library: bareloop's probes import it in the
+process of the user's script.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bareloop.diagnosis.evidence import Comparison, Diagnosis
+
+__all__ = ["__version__", "compare", "explain"]
+
+__version__ = "0.1.0"
+
+
+def explain(
+    script: str | Sequence[str],
+    argv: Sequence[str] = (),
+    *,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> "Diagnosis":
+    """Where a step of `script` spends its time, what causes it, and what turning each cause off saves.
+
+    Args:
+        script: path of a Python file, or the words of a whole command: ["torchrun", "--nproc-per-node", "2",
+            "train.py"] or ["-m", "package.module"].
+        argv: arguments of the script.
+        progress: called with a sentence whenever something new starts.
+        options: fields of `bareloop.profiler.options.Options`, e.g. budget_s=60.
+
+    Raises:
+        bareloop.profiler.failures.UsageError: no such script, or an option out of range.
+        bareloop.profiler.failures.RunFailed: no report could be made.
+        bareloop.profiler.failures.ScriptFailed: the script ended by its own fault; its output is in `.output`.
+    """
+    from bareloop.diagnosis.explain import explain as run
+    from bareloop.profiler.command import command_from_words
+    from bareloop.profiler.options import Options
+
+    words = (script,) if isinstance(script, str) else tuple(script)
+    return run(command_from_words((*words, *argv)), Options(**options), progress=progress or _silent)
+
+
+def compare(
+    a: str | Sequence[str],
+    b: str | Sequence[str],
+    *,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> "Comparison":
+    """Whether two scripts do equal work and equal math, how long b takes against a, and what causes the difference.
+
+    Args:
+        a: a command line as in a shell ("trainer.py --lr 3e-4"), or its words in a list.
+        b: the same for the other script.
+        progress: called with a sentence whenever something new starts.
+        options: fields of `bareloop.profiler.options.Options`, e.g. budget_s=60.
+
+    Raises:
+        as `explain`.
+    """
+    from bareloop.diagnosis.compare import compare as run
+    from bareloop.profiler.command import command_from_side, command_from_words
+    from bareloop.profiler.options import Options
+
+    sides = [command_from_side(side) if isinstance(side, str) else command_from_words(side) for side in (a, b)]
+    return run(sides[0], sides[1], Options(**options), progress=progress or _silent)
+
+
+def _silent(sentence: str) -> None:
+    """The progress of a caller who did not ask for any."""

@@ -1,0 +1,1 @@
+"""A trace and a benchmark to reasons: verdicts, causes, findings."""

@@ -1,0 +1,99 @@
+"""Lines of a script, and the question whether a call came from one of them.
+
+Asked in the user's process on every call of a replaced function, so an answer is remembered per instruction: a
+dictionary look-up per frame.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Iterable
+from types import CodeType, FrameType
+
+__all__ = ["EVERY_STEP", "CallSites", "Instruction", "is_installed", "same_file", "split_location"]
+
+EVERY_STEP = 0.9
+"""Calls per step from which something counts as done in every step: 1, less what a window cut off at its edges."""
+
+Instruction = tuple[CodeType, int]
+"""A place in code: the code object and the offset of the instruction that called."""
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def split_location(location: str) -> tuple[str, int]:
+    """("dir/train.py", 12) of "dir/train.py:12".
+
+    Raises:
+        ValueError: no line number after the last colon.
+    """
+    file, colon, line = location.rpartition(":")
+    if not colon or not line.isdigit():
+        raise ValueError(f"location must be file:line, got {location!r}")
+    return file, int(line)
+
+
+@functools.lru_cache(maxsize=4096)
+def same_file(one: str, other: str) -> bool:
+    """True when two paths name one file; a relative path matches any absolute one that ends in it."""
+    if one == other:
+        return True
+    shorter, longer = sorted((os.path.normpath(one), os.path.normpath(other)), key=len)
+    if longer.endswith(os.sep + shorter):
+        return True
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def is_installed(file: str) -> bool:
+    """True for a file of an installed package or of Python itself, False for a file of the user."""
+    parts = file.replace("\\", "/").split("/")
+    if "site-packages" in parts or "dist-packages" in parts or file.startswith("<"):
+        return True
+    library = os.path.dirname(os.__file__)
+    return file.startswith((library + os.sep, _OURS))
+
+
+@functools.cache
+def _torch_folder() -> str:
+    module = sys.modules.get("torch")
+    return os.path.dirname(module.__file__ or "") + os.sep if module is not None else os.sep + "torch" + os.sep
+
+
+class CallSites:
+    """A set of lines. Frames inside torch (but its optimizers) and inside bareloop are passed over on the way up."""
+
+    def __init__(self, sites: Iterable[tuple[str, int]]) -> None:
+        self._sites = [(str(file), int(line)) for file, line in sites]
+        self._lines: dict[CodeType, frozenset[int] | None] = {}
+        self._answers: dict[Instruction, bool] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sites)
+
+    def find(self, frame: FrameType | None) -> Instruction | None:
+        """The instruction in `frame` or above it that stands on one of the lines; None when the call is another's."""
+        while frame is not None:
+            code = frame.f_code
+            lines = self._lines[code] if code in self._lines else self._classify(code)
+            if lines is None:
+                frame = frame.f_back
+                continue
+            if not lines:
+                return None
+            place = (code, frame.f_lasti)
+            if place not in self._answers:
+                self._answers[place] = frame.f_lineno in lines
+            return place if self._answers[place] else None
+        return None
+
+    def _classify(self, code: CodeType) -> frozenset[int] | None:
+        """Lines of interest in a code object; None for code to pass over."""
+        file = code.co_filename
+        torch = _torch_folder()
+        inside_torch = file.startswith(torch) and not file.startswith(os.path.join(torch, "optim"))
+        if inside_torch or file.startswith(_OURS):
+            lines = None
+        else:
+            lines = frozenset(line for name, line in self._sites if same_file(name, file))
+        self._lines[code] = lines
+        return lines

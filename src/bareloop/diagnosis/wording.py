@@ -1,0 +1,25 @@
+"""Numbers in sentences."""
+
+import math
+
+__all__ = ["counted", "milliseconds", "number"]
+
+
+def number(value: float) -> str:
+    """`value` for a reader: "64", "124,439,808", "61.25", "1e-05"."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) < 1e15 and value == round(value):
+        return f"{round(value):,}"
+    return f"{value:,.1f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def counted(value: float, noun: str) -> str:
+    """`value` and its noun, e.g. "1 sample", "64 tokens"."""
+    plural = noun if value == 1 else f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{number(value)} {plural}"
+
+
+def milliseconds(seconds: float) -> str:
+    """A duration in seconds as "12.3 ms"."""
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,83 @@
+"""Counting runs: each script once, all at the same time, since nothing is timed in them."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bareloop.profiler.command import Command
+from bareloop.profiler.ledger import merged
+from bareloop.profiler.options import Options
+from bareloop.profiler.session import Session
+from bareloop.trace import ProcessFacts, Trace, decode
+
+__all__ = ["FIRST_STEPS", "STEPS_NEEDED", "Inspected", "inspect"]
+
+FIRST_STEPS = 6
+"""Steps that are observed number by number before the counting windows."""
+WINDOW_STEPS = 2
+PILOT_STEPS = 4
+STEPS_NEEDED = FIRST_STEPS + 2 * WINDOW_STEPS + PILOT_STEPS
+"""Optimizer steps that a script must make to be looked at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspected:
+    """A trace, and what the timing launches need to know beforehand."""
+
+    command: Command
+    trace: Trace
+    optimizers: int
+    """Optimizers that step in it."""
+    pilot_s_per_step: float
+    """A rough step time, with whatever else ran beside it: for planning only."""
+    notes: tuple[str, ...] = ()
+
+
+def inspect(commands: Mapping[str, Command], options: Options, deadline_s: float) -> dict[str, Inspected]:
+    """Runs each command once with the heavy probes; name -> what was seen.
+
+    Args:
+        deadline_s: On the monotonic clock.
+
+    Raises:
+        ScriptFailed, EndedEarly, RunFailed: see `Session.receive`.
+    """
+    settings = {"role": "inspect", "first_steps": FIRST_STEPS, "window_steps": WINDOW_STEPS, "pilot_steps": PILOT_STEPS}
+    with Session(stdin=options.stdin) as session:
+        started_s = time.monotonic()
+        runs = {name: session.launch(command, name, settings) for name, command in commands.items()}
+        pending, startup_s, messages = dict(runs), {}, {}
+        while pending:
+            for name, run in list(pending.items()):
+                said = session.receive([run], "facts", deadline_s)
+                messages[name] = said[run.participant]
+                startup_s[name] = time.monotonic() - started_s
+                session.stop([run])
+                del pending[name]
+        notes = {name: _notes(run.others, session.late, run.command.label) for name, run in runs.items()}
+    return {
+        name: Inspected(
+            command=commands[name],
+            trace=replace(_trace(commands[name], by_rank), startup_s=startup_s[name]),
+            pilot_s_per_step=min(message["pilot_s_per_step"] for message in by_rank.values()),
+            optimizers=max(message["optimizers"] for message in by_rank.values()),
+            notes=notes[name],
+        )
+        for name, by_rank in messages.items()
+    }
+
+
+def _trace(command: Command, by_rank: Mapping[int, Mapping[str, object]]) -> Trace:
+    processes = tuple(decode(ProcessFacts, by_rank[rank]["facts"]) for rank in sorted(by_rank))
+    return Trace(script=command.label, command=command.argv, processes=processes, work=merged(processes))
+
+
+def _notes(others: int, late: list[str], label: str) -> tuple[str, ...]:
+    notes = []
+    if others:
+        notes.append(
+            f"{label} trains in {others + 1} processes that are not ranks of each other; the first one is reported."
+        )
+    if label in late:
+        notes.append(f"{label} did not end by itself after its last step and had to be ended.")
+    return tuple(notes)

@@ -1,0 +1,111 @@
+"""The house rules that no linter knows: what importing us loads, which characters we write, how long things are."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+FILE_LINES = 400
+FUNCTION_LINES = 45
+TABLES: frozenset[str] = frozenset()
+"""Names "file.py:function" or "file.py" of declarative tables, which may be longer."""
+
+LIGHT = [
+    "bareloop",
+    "bareloop.__main__",
+    "bareloop.benchmark",
+    "bareloop.diagnosis.evidence",
+    "bareloop.profiler.options",
+    "bareloop.renderers",
+    "bareloop.trace",
+]
+"""What `bareloop show` needs, on a machine that has no torch."""
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_import_loads_neither_torch_nor_a_framework(module: str) -> None:
+    heavy = ["torch", "transformers", "accelerate", "lightning"]
+    program = f"import {module}, json, sys; print(json.dumps([name for name in {heavy} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+def test_every_module_of_ours_imports_without_torch() -> None:
+    """No module of ours imports torch or a framework at its top level, probes included."""
+    offenders = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in _top_level_imports(ast.parse(path.read_text(encoding="utf-8")))
+        if _roots(node) & {"torch", "transformers", "accelerate", "lightning"}
+    ]
+    assert offenders == []
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_is_ascii_and_short(path: Path) -> None:
+    text = path.read_bytes()
+    assert text.isascii(), f"{path}: line {_first_non_ascii_line(text)} is not ASCII"
+    tree = ast.parse(text)
+    if path.name not in TABLES:
+        assert len(text.splitlines()) <= FILE_LINES
+    long = [
+        f"{node.name} at line {node.lineno}: {_lines(node)} lines"
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and _lines(node) > FUNCTION_LINES
+        and f"{path.name}:{node.name}" not in TABLES
+    ]
+    assert long == []
+
+
+def test_every_module_says_what_it_exports() -> None:
+    missing = [str(path.relative_to(ROOT)) for path in SOURCES if not _exports(path)]
+    assert missing == []
+
+
+def _top_level_imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    """Import statements that run when the module is imported: not those in functions or under TYPE_CHECKING."""
+    found: list[ast.Import | ast.ImportFrom] = []
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.append(node)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting.extend(node.orelse)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _roots(node: ast.Import | ast.ImportFrom) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    return {(node.module or "").partition(".")[0]}
+
+
+def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _first_non_ascii_line(text: bytes) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), start=1) if not line.isascii())
+
+
+def _exports(path: Path) -> bool:
+    """True when the module has `__all__`, or nothing in it but a docstring (a room's bare `__init__`)."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    if path.name == "sitecustomize.py" or all(isinstance(node, ast.Expr) for node in body):
+        return True
+    return any(
+        isinstance(node, (ast.Assign, ast.AnnAssign)) and "__all__" in ast.unparse(node).partition("=")[0]
+        for node in body
+    )
