@@ -133,10 +133,12 @@ def main() -> None:
                 arguments.raw.write_text(json.dumps(pool))
             print(f"\rlaunch {len(pool)}", end="", file=sys.stderr)
     took_s = time.monotonic() - started_s
-    wall = plan(
-        budget_s=120, spent_s=6, startup_s=4.0, step_s={"a": step_s, "b": step_s, "control": step_s}
-    )
-    sizes = {"half (60 s)": max(2, wall.launches // 2), "default (120 s)": wall.launches, "4x (480 s)": 4 * wall.launches}
+    wall = plan(budget_s=120, spent_s=6, startup_s=4.0, step_s={"a": step_s, "b": step_s, "control": step_s})
+    sizes = {
+        "half (60 s)": max(2, wall.launches // 2),
+        "default (120 s)": wall.launches,
+        "4x (480 s)": 4 * wall.launches,
+    }
     print(f"\n{arguments.condition}: base step {1000 * step_s:.2f} ms, {len(pool)} launches in {took_s / 60:.1f} min\n")
     print("\n".join(table(pool, ["control", *map(str, arguments.slowdowns)], sizes, arguments.draws)))
 

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 __all__ = ["arguments", "gpt2", "rows"]
 
 
-def arguments(description: str) -> argparse.Namespace:
+def arguments(description: str | None) -> argparse.Namespace:
     """The flags of both scripts."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--layers", type=int, default=2)

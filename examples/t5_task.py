@@ -19,7 +19,7 @@ LENGTH = 64
 """Tokens that every source and target is padded to."""
 
 
-def arguments(description: str) -> argparse.Namespace:
+def arguments(description: str | None) -> argparse.Namespace:
     """The flags of both scripts."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--width", type=int, default=64, help="size of an embedding, a multiple of 16")

@@ -43,14 +43,14 @@ def test_t5_runs_on_two_processes_and_leaves_nothing(script: str, planned: str, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_t5_plans_three_passes_on_one_process(tmp_path: Path) -> None:
-    """The same script is right on one process: 3 x 256 batches are three passes over 1,024 pairs."""
+def test_t5_rows_divide_evenly_on_two_processes() -> None:
+    """Else the Trainer script's plan would be nearly, and not exactly, twice the loop's."""
     program = "import sys; sys.argv = ['t5']; import t5_task; print(*map(len, t5_task.rows()))"
     done = run(EXAMPLES, "-c", program)
     assert done.returncode == 0, done.stderr
     training, validation = map(int, done.stdout.split())
-    assert training % (4 * 2) == 0, "a pass on two processes has no ragged end, so the plan is exact"
     assert (training, validation) == (1024, 64)
+    assert training % (4 * 2) == 0, "batch 4 on two processes"
 
 
 def test_corpus_is_the_same_in_every_process() -> None:

@@ -278,31 +278,47 @@ def test_loops_over_optimizers_and_frames_that_call_locals() -> None:
     assert (seen.facts.planned_steps, seen.facts.planned_passes) == (None, None)
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_accelerate_shards_of_two_processes(dispatch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_shards_of_two_processes() -> None:
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
+    from accelerate.data_loader import prepare_data_loader
+    from tqdm import tqdm
 
-    accelerator = Accelerator(cpu=True)
-    net = Net()
+    accelerator, net = Accelerator(cpu=True), Net()
     optimizer = accelerator.prepare_optimizer(net.optimizer)
-    if dispatch:
-        loader = DataLoaderDispatcher(TensorDataset(torch.ones(42, 2)), batch_size=4)
-        monkeypatch.setattr(loader, "state", argparse.Namespace(num_processes=2, process_index=0))
-    else:
-        loader = prepare_data_loader(data(rows=42), num_processes=2, process_index=0, put_on_device=False)
-    batches = data(rows=42)
-    with watched(batches, samples=8) as seen:
+    loader = prepare_data_loader(data(rows=42), num_processes=2, process_index=0, put_on_device=False)
+    with watched(loader, samples=8) as seen:
         for _epoch in range(3):
-            for batch in loader if not dispatch else batches:
+            for batch in tqdm(loader, disable=True) if accelerator.is_main_process else loader:
                 net.backward(batch)
                 optimizer.step()
-    if dispatch:
-        assert len(loader) == 5  # what follows is the shard's business
-        return
     assert seen.facts.planned_steps == seen.steps == 18
     assert (seen.facts.planned_passes, seen.facts.dataset_size) == (3.0, 42)
+
+
+def test_accelerate_accumulates_and_ends_a_window_with_the_loader() -> None:
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net = Net()
+    model, optimizer, loader = accelerator.prepare(net.model, net.optimizer, data())
+    max_train_steps, completed = 8, 0
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    with watched(loader, 4, 16) as seen:
+        for _epoch in range(3):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch[0]).sum())
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    completed += 1
+                if completed >= max_train_steps:
+                    break
+    assert seen.facts.planned_steps == seen.steps == 8
+    assert seen.facts.planned_passes == pytest.approx(2 + 32 / 40)
 
 
 def trainer_plan(**options: Any) -> tuple[Seen, Any]:
@@ -332,6 +348,7 @@ def test_transformers_by_epochs_and_by_steps() -> None:
     assert seen.facts.plans[0].source == "transformers.Trainer state.max_steps, args.max_steps"
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own, about torch and about few loader workers
 def test_lightning_by_epochs_and_by_steps() -> None:
     lightning = pytest.importorskip("lightning")
 

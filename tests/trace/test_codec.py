@@ -5,7 +5,18 @@ import math
 
 import pytest
 
-from bareloop.trace import Environment, Group, Ledger, Optimizer, Planned, ProcessFacts, StepFacts, Trace, decode, encode
+from bareloop.trace import (
+    Environment,
+    Group,
+    Ledger,
+    Optimizer,
+    Planned,
+    ProcessFacts,
+    StepFacts,
+    Trace,
+    decode,
+    encode,
+)
 
 LEDGER = Ledger(
     samples_per_step=4.0,

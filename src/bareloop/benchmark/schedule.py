@@ -144,11 +144,11 @@ def _fitting(launches: int, launch_s: float, left_s: float) -> bool:
 def _step_choices(step_s: Mapping[str, float], steps: int | None) -> list[Mapping[str, int]]:
     """Timed steps per turn, from the wished to the fewest."""
     if steps is not None:
-        return [{name: steps for name in step_s}]
+        return [dict.fromkeys(step_s, steps)]
     fewest, most = _STEPS_PER_TURN[0], _STEPS_PER_TURN[-1]
     usual = {name: min(max(math.ceil(_TURN_S / seconds), fewest), most) for name, seconds in step_s.items()}
     single = {name: 1 if seconds >= _TURN_S / fewest else fewest for name, seconds in step_s.items()}
-    return [usual, {name: fewest for name in step_s}, single]
+    return [usual, dict.fromkeys(step_s, fewest), single]
 
 
 def _turns(step_s: Mapping[str, float], turns_per_round: int | Sequence[str]) -> list[str]:

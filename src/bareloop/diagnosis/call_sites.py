@@ -6,11 +6,13 @@ dictionary look-up per frame.
 
 import functools
 import os
-import sys
 from collections.abc import Iterable
 from types import CodeType, FrameType
+from typing import Any
 
-__all__ = ["EVERY_STEP", "CallSites", "Instruction", "is_installed", "same_file", "split_location"]
+from bareloop.profiler.probes.sites import origin
+
+__all__ = ["EVERY_STEP", "CallSites", "Instruction", "is_installed", "same_file", "sites_of", "split_location"]
 
 EVERY_STEP = 0.9
 """Calls per step from which something counts as done in every step: 1, less what a window cut off at its edges."""
@@ -19,6 +21,12 @@ Instruction = tuple[CodeType, int]
 """A place in code: the code object and the offset of the instruction that called."""
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
+
+
+def sites_of(locations: Iterable[str]) -> list[list[Any]]:
+    """[file, line] of each location, once and in order; those without a file ("" in a trace) are left out."""
+    return [list(site) for site in sorted({split_location(location) for location in locations if location})]
 
 
 def split_location(location: str) -> tuple[str, int]:
@@ -45,7 +53,10 @@ def same_file(one: str, other: str) -> bool:
 
 
 def is_installed(file: str) -> bool:
-    """True for a file of an installed package or of Python itself, False for a file of the user."""
+    """True for a file of an installed package or of Python itself, False for a file of the user.
+
+    Asked where a trace is judged, which must not need torch, so it goes by the path alone.
+    """
     parts = file.replace("\\", "/").split("/")
     if "site-packages" in parts or "dist-packages" in parts or file.startswith("<"):
         return True
@@ -53,14 +64,10 @@ def is_installed(file: str) -> bool:
     return file.startswith((library + os.sep, _OURS))
 
 
-@functools.cache
-def _torch_folder() -> str:
-    module = sys.modules.get("torch")
-    return os.path.dirname(module.__file__ or "") + os.sep if module is not None else os.sep + "torch" + os.sep
-
-
 class CallSites:
-    """A set of lines. Frames inside torch (but its optimizers) and inside bareloop are passed over on the way up."""
+    """A set of lines. Frames inside torch (but its optimizers) and inside bareloop are passed over on the way up,
+    as the probe does that recorded the lines.
+    """
 
     def __init__(self, sites: Iterable[tuple[str, int]]) -> None:
         self._sites = [(str(file), int(line)) for file, line in sites]
@@ -89,11 +96,9 @@ class CallSites:
     def _classify(self, code: CodeType) -> frozenset[int] | None:
         """Lines of interest in a code object; None for code to pass over."""
         file = code.co_filename
-        torch = _torch_folder()
-        inside_torch = file.startswith(torch) and not file.startswith(os.path.join(torch, "optim"))
-        if inside_torch or file.startswith(_OURS):
-            lines = None
-        else:
+        if _OPTIMIZERS in file or origin(file) not in ("torch", "own", "wrapper"):
             lines = frozenset(line for name, line in self._sites if same_file(name, file))
+        else:
+            lines = None
         self._lines[code] = lines
         return lines

@@ -1,7 +1,7 @@
 """`bareloop compare`: equal work, equal math, equal speed, and what causes each difference."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import exp, log
 from statistics import fmean
 

@@ -27,20 +27,20 @@ def suspects(traces: Mapping[str, Trace]) -> list[Suspect]:
     return found
 
 
-def findings(seen: Sequence[Suspect], traces: Mapping[str, Trace], measured: Measured | None) -> tuple[Finding, ...]:
+def findings(seen: Sequence[Suspect], traces: Mapping[str, Trace], measured: Measured) -> tuple[Finding, ...]:
     """One finding per suspect, largest shown saving first."""
     return order([_finding(suspect, traces[suspect.script], measured) for suspect in seen])
 
 
-def _finding(suspect: Suspect, trace: Trace, measured: Measured | None) -> Finding:
+def _finding(suspect: Suspect, trace: Trace, measured: Measured) -> Finding:
     cause, evidence = suspect.cause, suspect.evidence
     status, reason = cause.status, cause.no_ablation
     saving = control = None
     if cause.ablate is not None:
-        if measured is None:
-            status, reason = _untried(cause), "ablations were switched off"
-        elif suspect.key in measured.errors:
+        if suspect.key in measured.errors:
             status, reason = _untried(cause), measured.errors[suspect.key]
+        elif not any(measured.paired(_of(suspect.key))):
+            status, reason = _untried(cause), "ablations were switched off"
         else:
             saving, control = _saving(suspect, measured), _control(suspect, measured)
             step_s = fmean([times for launch in measured.paired(_of(suspect.script)) for times in launch])
@@ -90,6 +90,4 @@ def _saving(suspect: Suspect, measured: Measured) -> Difference | None:
 def _control(suspect: Suspect, measured: Measured) -> Difference | None:
     """The null ablation: a plain turn minus the other plain turn of the same round."""
     script, null = suspect.script, f"{suspect.script}:null"
-    return difference(
-        measured.paired(lambda times: times[script] - times[null] if null in times else None), pool=True
-    )
+    return difference(measured.paired(lambda times: times[script] - times[null] if null in times else None), pool=True)

@@ -52,7 +52,9 @@ class Measured:
 
     def paired(self, value: Callable[[Mapping[str, float]], float | None]) -> list[list[float]]:
         """`value` of each complete round's step times (key -> seconds per step), by launch; None leaves a round out."""
-        rounds = [[{key: turn.s_per_step for key, turn in r.items()} for r in launch.rounds] for launch in self.launches]
+        rounds = [
+            [{key: turn.s_per_step for key, turn in r.items()} for r in launch.rounds] for launch in self.launches
+        ]
         return [[found for times in launch if (found := value(times)) is not None] for launch in rounds]
 
 
@@ -172,7 +174,9 @@ class _Launches:
             startup_parallel=self._crowding(),
         )
         if not found.fits:
-            self.notes.append(f"The budget of {self.options.budget_s:g} s is too short for two launches: it was exceeded.")
+            self.notes.append(
+                f"The budget of {self.options.budget_s:g} s is too short for two launches: it was exceeded."
+            )
         return self._within_the_scripts_steps(found, keys)
 
     def _turns(self) -> list[tuple[str, str]]:

@@ -129,8 +129,14 @@ class Session:
         self.runs.append(run)
         return run
 
-    def receive(self, runs: list[Run], kind: str, deadline_s: float) -> dict[str, dict[int, dict[str, Any]]]:
+    def receive(
+        self, runs: list[Run], kind: str, deadline_s: float, *, confirm: bool = True
+    ) -> dict[str, dict[int, dict[str, Any]]]:
         """Waits until every rank of every run has said a message of `kind`; participant -> rank -> message.
+
+        Args:
+            deadline_s: On the monotonic clock.
+            confirm: Whether a fault is confirmed by running the command without us before the script is blamed.
 
         Raises:
             ScriptFailed: a command ended with a fault.
@@ -141,7 +147,7 @@ class Session:
             if all(self._complete(run, kind) for run in runs):
                 return {run.participant: {rank: _take(run.inbox[rank], kind) for rank in run.ranks} for run in runs}
             for run in runs:
-                self._check(run)
+                self._check(run, confirm)
             if time.monotonic() > deadline_s:
                 waiting = [run for run in runs if not self._complete(run, kind)]
                 raise RunFailed(_too_late(waiting[0], kind))
@@ -151,7 +157,7 @@ class Session:
         said = [rank for rank in run.ranks if any(message["type"] == kind for message in run.inbox[rank])]
         return len(said) >= run.world
 
-    def _check(self, run: Run) -> None:
+    def _check(self, run: Run, confirm: bool) -> None:
         if run.broken is not None:
             raise RunFailed(_broken(run))
         code = run.process.poll()
@@ -165,13 +171,13 @@ class Session:
                 code = 0
         self._pump(0.0)
         if code:
-            raise self._blame(run, code)
+            raise self._blame(run, code, confirm)
         raise EndedEarly(_ended(run))
 
-    def _blame(self, run: Run, code: int) -> Exception:
+    def _blame(self, run: Run, code: int, confirm: bool) -> Exception:
         """Whose fault a failure is. Where frames of ours stand in what the script printed, it is run once without us."""
         output, failed = run.output(), code
-        if str(PACKAGE) in output:
+        if confirm and str(PACKAGE) in output:
             self.end([run])
             patience_s = 10.0 + 2.0 * (time.monotonic() - run.started_s)
             failed, output = run_plainly(run.command, self.stdin, patience_s)
@@ -269,7 +275,7 @@ def environment(settings: Path, command: Command) -> dict[str, str]:
 
 
 def run_plainly(command: Command, stdin: str | None, patience_s: float) -> tuple[int, str]:
-    """(exit code, end of standard error) of the command without any probe; (0, "") when it still runs after `patience_s`."""
+    """(exit code, end of standard error) of the command without probes; (0, "") when it still runs after `patience_s`."""
     own = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     with open(stdin or os.devnull, "rb") as source, tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
@@ -309,7 +315,8 @@ def _descendants(tags: set[str]) -> list[int]:
             state = (entry.parent / "stat").read_text().rsplit(")", 1)[1].split()[0]
         except (OSError, IndexError):
             continue  # the process has ended meanwhile, or is not ours to read
-        if state != "Z" and any(v.partition(b"=")[2].decode(errors="replace") in tags for v in values if v[:17] == b"BARELOOP_SESSION="):
+        sessions = [value[17:].decode(errors="replace") for value in values if value.startswith(b"BARELOOP_SESSION=")]
+        if state != "Z" and tags.intersection(sessions):
             found.append(int(entry.parent.name))
     return [pid for pid in found if pid != os.getpid()]
 
@@ -329,7 +336,7 @@ def _too_late(run: Run, kind: str) -> str:
             "trains in a process that bareloop can't see (python -S, -I or -E, a cleaned environment), start that one."
         )
     if len(run.ranks) < run.world:
-        return f"{label}: {len(run.ranks)} of {run.world} ranks reached the step where the others wait, within the budget."
+        return f"{label}: only {len(run.ranks)} of {run.world} ranks reached the step where the others wait."
     return f"{label} did not come to its next step boundary within the budget; raise --budget."
 
 
@@ -346,6 +353,8 @@ def _broken(run: Run) -> str:
 
 def _ended(run: Run) -> str:
     label = run.command.label
+    if os.environ.get("BARELOOP_DISABLE") == "1":
+        return f"{label} was not watched, since BARELOOP_DISABLE=1 is set; unset it."
     if run.ended_at_step is None and not run.ranks:
         return (
             f"{label} ended by itself without an optimizer step that bareloop could see. It may not train, or train in "

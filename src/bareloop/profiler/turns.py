@@ -105,7 +105,9 @@ def time_launch(
             session.receive(list(runs.values()), "ready", deadline_s)
             notes += _rounds(session, runs, by_key, orders, turns, errors, deadline_s)
             session.stop(list(runs.values()))
-            notes += [f"{label} did not end by itself after its last step and had to be ended." for label in session.late]
+            notes += [
+                f"{label} did not end by itself after its last step and had to be ended." for label in session.late
+            ]
     wanted = set(by_key) - set(errors)
     complete = tuple(turn for turn in turns if wanted <= set(turn))
     return Launched(rounds=complete, errors=errors, notes=tuple(notes))
@@ -146,7 +148,7 @@ def _rounds(
 def _turn(session: Session, run: Run, kind: TurnKind, deadline_s: float) -> dict[str, Any]:
     run.send({"command": "turn", "steps": kind.steps, "discard": kind.discard, "ablation": kind.ablation})
     try:
-        by_rank = session.receive([run], "turn", deadline_s)[run.participant]
+        by_rank = session.receive([run], "turn", deadline_s, confirm=kind.ablation is None)[run.participant]
     except ScriptFailed as failure:
         if kind.ablation is None:
             raise
@@ -158,7 +160,7 @@ def _turn(session: Session, run: Run, kind: TurnKind, deadline_s: float) -> dict
 
 
 def _timed(message: Mapping[str, Any]) -> Timed:
-    """A turn's message as seconds per step. Steps with an evaluation or a checkpoint are left out, unless most have one."""
+    """A turn's message, in seconds per step. Steps with an evaluation or a checkpoint are left out, unless most are."""
     pairs = list(zip(message["nanoseconds"], message["excluded"], strict=True))
     plain = [value for value, excluded in pairs if not excluded]
     used = plain if len(plain) * 2 > len(pairs) else [value for value, _ in pairs]
@@ -174,7 +176,7 @@ def _timed(message: Mapping[str, Any]) -> Timed:
 
 
 def memory_allows(resident_bytes: Sequence[int]) -> bool:
-    """Whether processes of these sizes fit into the memory that is free now, with a fifth to spare. True where unknown."""
+    """Whether processes of these sizes fit into the free memory, with a fifth to spare. True where unknown."""
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":", 1) for line in file)

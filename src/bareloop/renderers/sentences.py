@@ -214,10 +214,10 @@ def counted(record: Counts) -> str:
     reads = units.count(record.host_reads_per_step, "host read")
     if record.host_reads_per_step:
         reads += f" ({units.count(ours)} in the script's own code)"
+    known = ((record.ops_per_step, "op"), (record.python_calls_per_step, "Python call"))
     return ", ".join(
         (
-            units.count(record.ops_per_step, "op"),
-            units.count(record.python_calls_per_step, "Python call"),
+            *(units.count(number, noun) for number, noun in known if number is not None),
             reads,
             units.count(sum(collective.per_step for collective in record.collectives), "collective"),
             units.count(sum(copy.per_step for copy in record.copies), "copy", "copies"),

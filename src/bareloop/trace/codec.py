@@ -21,9 +21,9 @@ def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): encode(item) for key, item in value.items()}
+        return {str(key): encode(item) for key, item in typing.cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, (list, tuple)):
-        return [encode(item) for item in value]
+        return [encode(item) for item in typing.cast("list[Any]", value)]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value
@@ -40,21 +40,27 @@ def decode(kind: Any, value: Any) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _decode_union(arguments, value)
-    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        hints = typing.get_type_hints(kind)
-        known = {field.name for field in dataclasses.fields(kind)}
-        return kind(**{key: decode(hints[key], item) for key, item in value.items() if key in known})  # type: ignore[operator]
+    if isinstance(value, Mapping):
+        return _decode_mapping(kind, typing.cast("Mapping[str, Any]", value))
     if origin is tuple:
         inner = arguments[0] if arguments else Any
         return tuple(decode(inner, item) for item in value)
-    if origin is not None and isinstance(value, Mapping):
-        inner = arguments[1] if len(arguments) > 1 else Any
-        return {key: decode(inner, item) for key, item in value.items()}
     if isinstance(value, str) and value in _SPECIAL and kind is not str:
         return _SPECIAL[value]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value
+
+
+def _decode_mapping(kind: Any, value: Mapping[str, Any]) -> Any:
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        known = {field.name for field in dataclasses.fields(kind)}
+        build = typing.cast("type[Any]", kind)
+        return build(**{key: decode(hints[key], item) for key, item in value.items() if key in known})
+    arguments = typing.get_args(kind)
+    inner = arguments[1] if len(arguments) > 1 else Any
+    return {key: decode(inner, item) for key, item in value.items()}
 
 
 def _decode_union(arguments: tuple[Any, ...], value: Any) -> Any:
@@ -69,4 +75,4 @@ def _decode_union(arguments: tuple[Any, ...], value: Any) -> Any:
         return value
     else:
         fitting = [argument for argument in inner if typing.get_origin(argument) is None]
-    return decode(fitting[0], value) if fitting else value
+    return decode(fitting[0], value) if fitting else typing.cast("Any", value)

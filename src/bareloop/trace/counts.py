@@ -1,7 +1,7 @@
 """What a process did per step, counted in windows of their own, where nothing is timed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Builtin", "Collective", "Copy", "Counts", "FunctionCount", "HostRead"]
 
@@ -95,15 +95,11 @@ class Counts:
     host_reads: tuple[HostRead, ...] = ()
     collectives: tuple[Collective, ...] = ()
     copies: tuple[Copy, ...] = ()
-    matmul_dtypes: Mapping[str, float] = None  # type: ignore[assignment]
+    matmul_dtypes: Mapping[str, float] = field(default_factory=dict[str, float])
     """dtype -> matrix products and convolutions per step in fact run in it."""
     functions: tuple[FunctionCount, ...] = ()
     """Functions called at least once per step; the most frequent, and every one on the watch list."""
     builtins: tuple[Builtin, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.matmul_dtypes is None:
-            object.__setattr__(self, "matmul_dtypes", {})
 
     @property
     def host_reads_per_step(self) -> float:

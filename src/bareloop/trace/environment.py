@@ -1,7 +1,7 @@
 """The machine and the versions a run was observed on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Environment"]
 
@@ -12,10 +12,10 @@ class Environment:
 
     python: str = ""
     torch: str = ""
-    packages: Mapping[str, str] = None  # type: ignore[assignment]
+    packages: Mapping[str, str] = field(default_factory=dict[str, str])
     """Version of each framework that the process had imported: transformers, accelerate, lightning, trl, peft, ..."""
     framework: str | None = None
-    """Who owns the loop, seen on the call stack at the optimizer step: "transformers", "lightning", "accelerate" or None for a plain loop."""
+    """Who owns the loop, seen on the stack at the step: "transformers", "lightning", "accelerate"; None: a plain loop."""
     device: str = "cpu"
     """Device type that the trained parameters live on: "cpu", "cuda", ..."""
     device_name: str = ""
@@ -29,7 +29,3 @@ class Environment:
     """Batches that the loader's workers may hold ready: workers x prefetch_factor."""
     resident_bytes: int = 0
     """Resident memory of the process after the first steps."""
-
-    def __post_init__(self) -> None:
-        if self.packages is None:
-            object.__setattr__(self, "packages", {})

@@ -1,7 +1,7 @@
 """The work ledger: what a step consumed, as observed at the model, the loader and the optimizer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Group", "Ledger", "Optimizer", "Planned", "StepFacts"]
 
@@ -112,7 +112,7 @@ class Ledger:
     trainable_parameters: int | None = None
     optimizers: tuple[Optimizer, ...] = ()
     max_grad_norm: float | None = None
-    """Clip in fact applied; infinity when clip was called with it (its norm is computed, nothing is clipped); None without a call."""
+    """Clip in fact applied; None without a call; infinity when called with it (a norm is computed, nothing clipped)."""
     clipped_share: float | None = None
     """Share of the observed steps in which the clip changed the gradients."""
     weight_decay: float | tuple[float, ...] | None = None
@@ -121,9 +121,5 @@ class Ledger:
     """Learning rate at the first step, one per group when they differ."""
     autocast: str | None = None
     """dtype of autocast during the forward, None when off."""
-    matmul_dtypes: Mapping[str, float] = None  # type: ignore[assignment]
+    matmul_dtypes: Mapping[str, float] = field(default_factory=dict[str, float])
     skipped_steps: int = 0
-
-    def __post_init__(self) -> None:
-        if self.matmul_dtypes is None:
-            object.__setattr__(self, "matmul_dtypes", {})

@@ -48,7 +48,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from bareloop.diagnosis.call_sites import EVERY_STEP, CallSites, is_installed, split_location
+from bareloop.diagnosis.call_sites import EVERY_STEP, CallSites, is_installed, sites_of, split_location
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.settings import framework, versioned
 from bareloop.diagnosis.substitution import NothingToReplace, places, replaced
@@ -83,7 +83,7 @@ def _lines(trace: Trace) -> list[Builtin]:
 
 
 def _is_package(call: Builtin) -> bool:
-    return is_installed(split_location(call.location)[0])
+    return not call.location or is_installed(split_location(call.location)[0])
 
 
 def detect(trace: Trace) -> Evidence | None:
@@ -106,7 +106,7 @@ def detect(trace: Trace) -> Evidence | None:
         location=location,
         data={
             "functions": [[call.file, call.function] for call in functions],
-            "lines": [list(split_location(call.location)) for call in lines],
+            "lines": sites_of(call.location for call in lines),
         },
     )
 
@@ -175,7 +175,7 @@ def _summed_parameters(sites: list[tuple[str, int]]) -> Iterator[None]:
     def totals(module: Any, place: Any) -> list[_Total]:
         key = (place, id(module))
         if key not in _LAST:
-            parameters = list(original(module))
+            parameters = [p for _, p in original_named(module)]
             _LAST[key] = [
                 _Total(sum(p.numel() for p in parameters if p.requires_grad is trained), trained)
                 for trained in (True, False)

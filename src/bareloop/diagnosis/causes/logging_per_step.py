@@ -49,7 +49,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from bareloop.diagnosis.call_sites import EVERY_STEP, CallSites, is_installed, same_file, split_location
+from bareloop.diagnosis.call_sites import EVERY_STEP, CallSites, is_installed, same_file, sites_of, split_location
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.live_trainers import live_trainers
 from bareloop.diagnosis.settings import framework
@@ -66,6 +66,7 @@ _LOGS = re.compile(
     r"(^|\.)(Logger\.(_log|handle)|SummaryWriter\.add_\w+|\w*Trainer\.log|Run\.log|\w+Logger\.log_metrics"
     r"|Console\.print|Accelerator\.(print|log))$"
 )
+_LEVELS = re.compile(r"^Logger\.(debug|info|warning|error|critical|exception|log)$")
 _TRAINER = "transformers/trainer.py"
 _OUT_OF_REACH = 1 << 60
 """An interval in steps that no run completes."""
@@ -83,7 +84,7 @@ def _is_logging(function: str) -> bool:
 
 def _lines(trace: Trace) -> list[Builtin]:
     calls = trace.counts.builtins if trace.counts is not None else ()
-    found = [call for call in calls if call.name in _BUILTINS and call.per_step >= EVERY_STEP]
+    found = [call for call in calls if call.name in _BUILTINS and call.per_step >= EVERY_STEP and call.location]
     return [call for call in found if not is_installed(split_location(call.location)[0])]
 
 
@@ -94,18 +95,26 @@ def detect(trace: Trace) -> Evidence | None:
         return None
     said = [f"{call.name} at {call.location} {call.per_step:g}" for call in lines[:2]]
     said += [f"{call.function} {call.per_step:g}" for call in functions[:3]]
-    callers = [call.caller for call in functions if call.caller]
     return Evidence(
         text=f"Calls per step that write or redraw: {', '.join(said)}",
         counts={f"{call.function}_per_step": call.per_step for call in functions}
         | {f"{name}_per_step": sum(call.per_step for call in lines if call.name == name) for name in _names(lines)},
-        location=lines[0].location if lines else (callers[0] if callers else None),
+        location=lines[0].location if lines else _caller(trace),
         data={
             "functions": [[call.file, call.function] for call in functions],
-            "lines": [list(split_location(call.location)) for call in lines],
+            "lines": sites_of(call.location for call in lines),
             "names": _names(lines),
         },
     )
+
+
+def _caller(trace: Trace) -> str | None:
+    """The user's line that logs (through logging's info, warning, ... too); else the line of a package."""
+    calls = trace.counts.functions if trace.counts is not None else ()
+    entries = [call for call in calls if call.per_step >= EVERY_STEP and call.caller]
+    entries = [call for call in entries if _is_logging(call.function) or _LEVELS.search(call.function)]
+    entries.sort(key=lambda call: is_installed(split_location(call.caller)[0]))
+    return entries[0].caller if entries else None
 
 
 def _names(lines: list[Builtin]) -> list[str]:
@@ -145,6 +154,8 @@ def _silent(function: Any) -> Callable[..., Any]:
 
     def log(logger: Any, level: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(level, "levelno", level) >= logging.ERROR:
+            if function.__name__ == "_log":  # looks up the stack for the caller's file and line: not this frame
+                kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             return function(logger, level, *args, **kwargs)
         return None
 

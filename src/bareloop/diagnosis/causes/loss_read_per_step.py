@@ -3,8 +3,8 @@
 What it is
 ----------
 `.item()`, `float(loss)`, `.tolist()`, `f"{loss:.3f}"` or `if loss < best` outside the model's forward, at least 0.9
-times per optimizer step from one line. The optimizer's own step counters, reads inside a `forward`, in the loader, and those
-that GradScaler makes are not meant; tests for NaN are a cause of their own (`nan_check_per_step`).
+times per optimizer step from one line. The optimizer's own step counters, reads inside a `forward`, in the loader, and
+those that GradScaler makes are not meant; tests for NaN are a cause of their own (`nan_check_per_step`).
 
 Why it costs
 ------------
@@ -47,7 +47,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from bareloop.diagnosis.call_sites import EVERY_STEP, split_location
+from bareloop.diagnosis.call_sites import EVERY_STEP, sites_of
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.settings import framework
 from bareloop.diagnosis.stale_reads import stale_reads
@@ -92,8 +92,8 @@ def detect(trace: Trace) -> Evidence | None:
     return Evidence(
         text=f"{total:g} values per step are read into Python: {places}{more}",
         counts={"reads_per_step": total, "lines": len({read.location for read in reads})},
-        location=reads[0].location,
-        data={"sites": [list(site) for site in sorted({split_location(read.location) for read in reads})]},
+        location=reads[0].location or None,
+        data={"sites": sites_of(read.location for read in reads)},
     )
 
 

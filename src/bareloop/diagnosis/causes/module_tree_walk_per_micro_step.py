@@ -41,7 +41,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from bareloop.diagnosis.call_sites import EVERY_STEP
+from bareloop.diagnosis.call_sites import EVERY_STEP, is_installed, split_location
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.settings import framework, versioned
 from bareloop.diagnosis.substitution import replaced
@@ -77,8 +77,10 @@ def detect(trace: Trace) -> Evidence | None:
 
 
 def _caller(counts: Counts) -> str | None:
-    callers = [call.caller for call in counts.functions if call.function == "Module.train" and call.caller]
-    return callers[0] if callers else None
+    """Who started the walk: the user's line if there is one, else the outermost `train` (models override it)."""
+    calls = [call for call in counts.functions if call.function.split(".")[-1] == "train" and call.caller]
+    calls.sort(key=lambda call: (is_installed(split_location(call.caller)[0]), call.per_step))
+    return calls[0].caller if calls else None
 
 
 @contextmanager

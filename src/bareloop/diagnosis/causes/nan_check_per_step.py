@@ -48,7 +48,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from bareloop.diagnosis.call_sites import EVERY_STEP, CallSites, split_location
+from bareloop.diagnosis.call_sites import EVERY_STEP, CallSites, sites_of
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.known_check import KnownCheck
 from bareloop.diagnosis.live_trainers import live_trainers
@@ -95,11 +95,11 @@ def detect(trace: Trace) -> Evidence | None:
     return Evidence(
         text=f"{total / micro_steps:g} host reads per micro-step test for NaN or infinity ({total:g} per step)",
         counts={"reads_per_step": total, "reads_per_micro_step": total / micro_steps},
-        location=reads[0].location,
+        location=reads[0].location or None,
         data={
             "trainer_filter": any(_is_trainers(read) for read in reads),
             "anomaly_mode": any(_is_anomaly_mode(read) for read in reads),
-            "sites": [list(site) for site in sorted({split_location(read.location) for read in others})],
+            "sites": sites_of(read.location for read in others),
         },
     )
 

@@ -38,7 +38,7 @@ class _TorchFinder:
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.loader is not None:
-            spec.loader = _TorchLoader(spec.loader)
+            spec.loader = _TorchLoader(spec.loader)  # type: ignore[assignment]
         return spec
 
 
@@ -49,6 +49,7 @@ def _wake():
         spec = importlib.util.spec_from_file_location(
             "bareloop", os.path.join(source, "__init__.py"), submodule_search_locations=[source]
         )
+        assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules["bareloop"] = module
         spec.loader.exec_module(module)

@@ -284,7 +284,7 @@ def _nothing(skipped: bool) -> None: ...
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's rank and the number of training processes, from torch.distributed or the launcher's environment."""
+    """Rank and number of training processes, from torch.distributed or the launcher's environment."""
     import torch
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -292,13 +292,13 @@ def rank_and_world() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def load_ablation(spec: dict[str, Any] | None) -> Callable[[], AbstractContextManager[None]] | None:
+def load_ablation(spec: dict[str, Any] | None) -> Callable[[], AbstractContextManager[Any]] | None:
     """The ablations named in a command, as one thing to enter: {"causes": [{"module": ..., "data": ...}]}."""
     if not spec:
         return None
     from contextlib import ExitStack
 
-    def enter() -> AbstractContextManager[None]:
+    def enter() -> AbstractContextManager[Any]:
         stack = ExitStack()
         try:
             for cause in spec["causes"]:

@@ -116,27 +116,40 @@ def _named_inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]
 def _observe(named: list[tuple[str, Any]], module: Any, loader_batch_size: int | None) -> BatchFacts:
     import torch
 
+    primary = _primary(named)
+    if primary is None or not primary[1].dim():
+        return BatchFacts()
+    name, tensor = primary
     with torch.no_grad():
-        primary = _primary(named)
-        if primary is None:
-            return BatchFacts()
-        name, tensor = primary
-        labels = _labels(named)
+        if hasattr(tensor, "to_local"):  # a DTensor: this process's share
+            tensor = tensor.to_local()
+        if tensor.is_nested:
+            return _ragged(tensor)
         batch_dim = _batch_dim(tensor, loader_batch_size)
-        if not tensor.dim():
-            return BatchFacts(labels=labels)
-        samples = int(tensor.shape[batch_dim])
-        sequence = _is_sequence(name, tensor)
-        width = int(tensor.shape[_width_dim(name, tensor, batch_dim)]) if sequence else None
-        tokens = _tokens(name, tensor) if sequence else None
+        facts = BatchFacts(samples=int(tensor.shape[batch_dim]))
+        if _is_sequence(name, tensor):
+            width = int(tensor.shape[_width_dim(name, tensor, batch_dim)])
+            facts = dataclasses.replace(facts, width=width, tokens=_tokens(name, tensor))
         local = _readable(tensor)
-        facts = BatchFacts(samples=samples, tokens=tokens, labels=labels, width=width)
         if local is None:
             return dataclasses.replace(facts, pad="values can't be read")
         try:
-            return _observe_values(facts, name, local.transpose(0, batch_dim), named, module)
-        except (RuntimeError, NotImplementedError) as error:  # vmapped or traced tensors refuse to give their values
+            facts = dataclasses.replace(facts, labels=_labels(named))
+            return _observe_values(facts, name, local.transpose(0, batch_dim) if batch_dim else local, named, module)
+        except RuntimeError as error:  # vmapped and traced tensors refuse to give their values
             return dataclasses.replace(facts, pad=f"values can't be read: {str(error).splitlines()[0]}")
+
+
+def _ragged(tensor: Any) -> BatchFacts:
+    """A nested tensor has no padding to tell."""
+    tokens = int(tensor.numel()) if tensor.dim() == 2 and not tensor.is_floating_point() else None
+    return BatchFacts(
+        samples=int(tensor.size(0)),
+        tokens=tokens,
+        real_tokens=tokens,
+        padded_beyond_longest=None if tokens is None else 0,
+        pad="nested tensor",
+    )
 
 
 def _observe_values(facts: BatchFacts, name: str, batch: Any, named: list[tuple[str, Any]], module: Any) -> BatchFacts:
@@ -210,7 +223,7 @@ def _readable(tensor: Any) -> Any:
     import torch
 
     tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):  # a DTensor: this process's share
+    if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     fake = type(tensor).__name__ in ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
     dense = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
@@ -220,10 +233,10 @@ def _readable(tensor: Any) -> Any:
 def _labels(named: list[tuple[str, Any]]) -> int | None:
     for name, tensor in named:
         if name in _LABELS:
-            readable = _readable(tensor)
-            if readable is None or readable.is_floating_point() or readable.is_complex():
+            if tensor.is_floating_point() or tensor.is_complex():
                 return int(tensor.numel())
-            return int((readable != _IGNORED).sum())
+            readable = _readable(tensor)
+            return None if readable is None else int((readable != _IGNORED).sum())
     return None
 
 
@@ -245,7 +258,7 @@ def _real(name: str, batch: Any, named: list[tuple[str, Any]], module: Any) -> t
 
 
 def _real_from_mask(shape: Any, named: list[tuple[str, Any]]) -> tuple[Any, str] | None:
-    """By Hugging Face's convention (1 = real) for attention_mask, by torch's (True or -inf = padding) for *padding_mask."""
+    """attention_mask is 1 where real (Hugging Face), *padding_mask is True or -inf where padding (torch)."""
     masks = [(n, t) for n, t in named if n == "attention_mask"] + [
         (n, t) for n, t in named if n.endswith("padding_mask") and not n.startswith(("decoder_", "tgt_", "memory_"))
     ]
@@ -317,9 +330,8 @@ def _identities(batch: Any, real: Any) -> tuple[str, ...]:
 
     if batch.is_complex():
         batch = torch.view_as_real(batch)
-    # Adding 0.0 makes -0.0 and 0.0 one value.
     floating = batch.is_floating_point()
-    batch = (batch.to(torch.float32) + 0.0 if floating else batch.to(torch.int64)).contiguous()
+    batch = batch.to(torch.float32 if floating else torch.int64).contiguous()
     family = b"f" if floating else b"i"
     if real is None:
         return tuple(_digest(family, row) for row in batch)
@@ -333,10 +345,11 @@ def _digest(family: bytes, row: Any) -> str:
     row = row.contiguous().reshape(-1)
     state = hashlib.blake2b(family, digest_size=12)
     if row.numel() * row.element_size() > _LARGEST_ROW_BYTES:
-        bits = row.view(torch.int32)
-        state.update(f"{row.numel()} {int(bits.sum(dtype=torch.int64))}".encode())
+        pairs = row[: row.numel() // 2 * 2].view(torch.int64)  # an odd last element is left out
+        state.update(f"{row.numel()} {int(pairs.sum())}".encode())
         row = row[:: row.numel() // _SAMPLED].contiguous()
     if row.numel():
+        row = row + 0.0 if row.is_floating_point() else row  # -0.0 and 0.0 are one value
         # Without numpy, which a torch install need not have.
         state.update(ctypes.string_at(row.data_ptr(), row.numel() * row.element_size()))
     return state.hexdigest()

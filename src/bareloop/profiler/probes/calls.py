@@ -174,15 +174,15 @@ class CallsWindow:
         caller, _ = caller_outside_torch(frame.f_back)
         if caller is None:
             return
-        key = caller.f_code, caller.f_lasti
-        self._callers[frame.f_code, *key] += 1
-        if key not in self._lines:
-            self._lines[key] = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        place = caller.f_code, caller.f_lasti
+        self._callers[frame.f_code, place[0], place[1]] += 1
+        if place not in self._lines:
+            self._lines[place] = f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
     def _function_counts(self, steps: int) -> tuple[FunctionCount, ...]:
         callers: dict[CodeType, str] = {}
-        for (code, *site), _ in self._callers.most_common():
-            callers.setdefault(code, self._lines[site[0], site[1]])
+        for (code, caller, instruction), _ in self._callers.most_common():
+            callers.setdefault(code, self._lines[caller, instruction])
         ranked = self._functions.most_common()
         kept = [code for code, count in ranked if count >= steps][:_MOST_FREQUENT]
         kept_set = set(kept)

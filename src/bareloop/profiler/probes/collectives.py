@@ -35,8 +35,8 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 def collective_name(namespace: str, operator: str) -> str | None:
     """The collective an operator is ("all_reduce", "broadcast", ...), None for every other operator.
 
-    >>> collective_name("c10d", "allreduce_"), collective_name("aten", "add"), collective_name("_c10d_functional", "wait_tensor")
-    ('all_reduce', None, None)
+    >>> collective_name("c10d", "_allgather_base_"), collective_name("aten", "gather")
+    ('all_gather', None)
     """
     if namespace not in _NAMESPACES:
         return None

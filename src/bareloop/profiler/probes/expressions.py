@@ -70,6 +70,9 @@ def evaluate(node: ast.AST, scope: Mapping[str, Any]) -> Any:
         return _all_or_any(node, scope)
     if isinstance(node, ast.Call):
         return _call(node, scope)
+    if isinstance(node, ast.IfExp):
+        test = evaluate(node.test, scope)
+        return evaluate(node.body if test else node.orelse, scope) if isinstance(test, _PLAIN) else UNKNOWN
     return UNKNOWN
 
 

@@ -107,10 +107,8 @@ class Inspection:
             dataset_size=planned.dataset_size,
             world_size=world,
             wrapper="none" if self.model is None else surroundings.observe_wrapper(self.model),
-            trainable_parameters=surroundings.trainable_parameters(optimizers),
-            optimizers=tuple(
-                surroundings.observe_optimizer(o, self.agent.cycle.per_step(id(o))) for o in optimizers
-            ),
+            trainable_parameters=surroundings.trainable_parameters(optimizers, self.model),
+            optimizers=tuple(surroundings.observe_optimizer(o, self.agent.cycle.per_step(id(o))) for o in optimizers),
             max_grad_norm=clips[0].max_grad_norm if clips else None,
             clipped_share=len(bit) / len(steps) if clips else None,
             weight_decay=surroundings.weight_decay(optimizers),

@@ -233,6 +233,14 @@ def _called(call: ast.Call) -> str:
 
 def iteration(node: ast.expr, scope: Mapping[str, Any]) -> Iteration:
     """What looping over the expression `node` goes through, known wrappers taken off."""
+    if isinstance(node, ast.IfExp):  # tqdm(loader) if rank == 0 else loader
+        first, second = iteration(node.body, scope), iteration(node.orelse, scope)
+        test = evaluate(node.test, scope)
+        if isinstance(test, (bool, int, type(None))):
+            return first if test else second
+        return first if first.trips == second.trips else Iteration()
+    if isinstance(node, (ast.List, ast.Tuple)) and not any(isinstance(item, ast.Starred) for item in node.elts):
+        return Iteration(trips=len(node.elts))
     if not isinstance(node, ast.Call):
         value = evaluate(node, scope)
         return Iteration() if value is UNKNOWN else _over(value)

@@ -7,7 +7,7 @@ newer one writes lines to the script's stderr), without device activity, and bes
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["OperatorCounter"]
@@ -34,15 +34,16 @@ class OperatorCounter:
         """Begins to count, in `phase`."""
         import torch
 
-        if not hasattr(torch.autograd, "_enable_profiler_legacy"):
+        autograd: Any = torch.autograd
+        if not hasattr(autograd, "_enable_profiler_legacy"):
             self.note = f"torch {torch.__version__} has no silent profiler: operators inside operators were not counted"
-        elif torch._C._autograd._profiler_enabled():
+        elif _profiler_enabled():
             self.note = "the script's own profiler was running: operators inside operators were not counted"
         elif torch._C._current_graph_task_id() != -1:
             self.note = "the window began inside backward, which puts back the profiler's state at its end"
         if self.note:
             return
-        torch.autograd._enable_profiler_legacy(_config())
+        autograd._enable_profiler_legacy(_config())
         self._running = True
         self._stand_back_for_the_script()
         self.mark(phase)
@@ -59,14 +60,15 @@ class OperatorCounter:
         """Ends counting; a second call does nothing."""
         import torch
 
+        autograd: Any = torch.autograd
         if self._enable_profiler is not None:
-            torch.autograd.profiler._enable_profiler = self._enable_profiler
+            autograd.profiler._enable_profiler = self._enable_profiler
             self._enable_profiler = None
         if not self._running:
             return
         self._running = False
-        if torch._C._autograd._profiler_enabled():
-            self._events = torch.autograd._disable_profiler_legacy()
+        if _profiler_enabled():
+            self._events = autograd._disable_profiler_legacy()
         else:  # this thread's state was restored to what it was before start()
             self.note = "torch's profiler was gone before the window ended: operators were not counted"
 
@@ -75,16 +77,16 @@ class OperatorCounter:
         if self.note:
             return None
         counts: Counter[str] = Counter()
-        marks = _marks(self._events)
+        phase_at = _phase_at(self._events)
         for events in self._events:
-            counts.update(_count(events, marks))
+            counts.update(_count(events, phase_at))
         return dict(counts)
 
     def _stand_back_for_the_script(self) -> None:
         """A profiler that the script starts inside the window would be refused while ours is on: ours gives way."""
         import torch
 
-        module = torch.autograd.profiler
+        module: Any = torch.autograd.profiler
         self._enable_profiler = module._enable_profiler
 
         def enable(*args: Any, **kwargs: Any) -> Any:
@@ -96,32 +98,35 @@ class OperatorCounter:
 
 
 def _config() -> Any:
-    import torch
-    from torch._C._profiler import _ExperimentalConfig
+    from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
     # No shapes, memory, stacks, flops or modules: names alone.
-    return torch.autograd.ProfilerConfig(
-        torch.autograd.ProfilerState.CPU, False, False, False, False, False, _ExperimentalConfig()
-    )
+    return ProfilerConfig(ProfilerState.CPU, False, False, False, False, False, _ExperimentalConfig())
 
 
-def _marks(threads: Sequence[Sequence[Any]]) -> list[tuple[float, str]]:
-    """When each phase began, in microseconds after the first event of the thread that marked them."""
-    for events in threads:
-        marks = [
-            (events[0].cpu_elapsed_us(event), event.name().removeprefix(_MARK))
-            for event in events
-            if event.kind() == "push" and event.name().startswith(_MARK)
-        ]
-        if marks:
-            return [(0.0, marks[0][1]), *marks]
-    return []
+def _profiler_enabled() -> bool:
+    import torch
+
+    bindings: Any = torch._C
+    return bindings._autograd._profiler_enabled()
 
 
-def _count(events: Sequence[Any], marks: Sequence[tuple[float, str]]) -> Counter[str]:
+def _phase_at(threads: Sequence[Sequence[Any]]) -> Callable[[Any], str]:
+    """The phase that an event of any thread falls in, by the clock: autograd's threads set no marks of their own."""
+    marks = [
+        event for events in threads for event in events if event.kind() == "push" and event.name().startswith(_MARK)
+    ]
+    if not marks:
+        return lambda event: ""
+    times = [marks[0].cpu_elapsed_us(mark) for mark in marks]
+    names = [mark.name().removeprefix(_MARK) for mark in marks]
+    return lambda event: names[max(bisect_right(times, marks[0].cpu_elapsed_us(event)) - 1, 0)]
+
+
+def _count(events: Sequence[Any], phase_at: Callable[[Any], str]) -> Counter[str]:
     """Operators of one thread by phase."""
     counts: Counter[str] = Counter()
-    here = ""
+    here: str | None = None
     # Open operators: [handle, name, children, name of the last child, phase].
     stack: list[list[Any]] = []
     for event in events:
@@ -132,8 +137,9 @@ def _count(events: Sequence[Any], marks: Sequence[tuple[float, str]]) -> Counter
             if stack:
                 stack[-1][2] += 1
                 stack[-1][3] = name
-            stack.append([event.handle(), name, 0, "", here])
-            counts[here] += _is_operator(name)
+            phase = phase_at(event) if here is None else here
+            stack.append([event.handle(), name, 0, "", phase])
+            counts[phase] += _is_operator(name)
         elif kind == "pop":
             _close(stack, event.handle(), counts)
     return counts

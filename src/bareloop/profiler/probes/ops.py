@@ -23,19 +23,10 @@ from bareloop.trace import Collective, Copy, HostRead
 
 __all__ = ["OpsFacts", "OpsWindow"]
 
-_MATMULS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "mm addmm bmm baddbmm addbmm mv addmv dot _scaled_mm _int_mm _grouped_mm _scaled_grouped_mm _addmm_activation "
-        "convolution _convolution convolution_backward cudnn_convolution mkldnn_convolution miopen_convolution "
-        "_cudnn_rnn _cudnn_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward "
-        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
-        "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
-        "_flash_attention_forward _flash_attention_backward "
-        "_efficient_attention_forward _efficient_attention_backward"
-    ).split()
+_MATMULS = re.compile(
+    r"aten::(?:mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|_scaled_mm|_int_mm|_grouped_mm|_scaled_grouped_mm"
+    r"|_addmm_activation|\w*convolution(?:_backward|_transpose)?|_cudnn_rnn(?:_backward)?|mkldnn_rnn_layer(?:_backward)?"
+    r"|_scaled_dot_product_\w*attention\w*|_(?:flash|efficient)_attention_(?:forward|backward))"
 )
 _NAN_TEST = re.compile(r"\b(?:is_?nan|is_?inf|is_?finite|isneginf|isposinf)\b")
 _BOOKKEEPING = ("profiler", "prim")
@@ -67,7 +58,7 @@ class _Operator:
     matmul: bool
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _operator(func: Any) -> _Operator:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator (cond, flex_attention): counted as one
@@ -76,7 +67,9 @@ def _operator(func: Any) -> _Operator:
     namespace, _, short = name.partition("::")
     read = READS.get(overload) or READS.get(name)
     collective = collective_name(namespace, short)
-    return _Operator(name, namespace in _BOOKKEEPING, collective, read, name in COPIES, name in _MATMULS)
+    return _Operator(
+        name, namespace in _BOOKKEEPING, collective, read, name in COPIES, _MATMULS.fullmatch(name) is not None
+    )
 
 
 class OpsWindow:

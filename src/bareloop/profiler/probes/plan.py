@@ -112,7 +112,7 @@ def observe_plan(
         sources.append(
             _Source(
                 text=looped.source,
-                steps=looped.steps,
+                steps=None if looped.steps is None else float(looped.steps),
                 passes=looped.passes,
                 loader=fed_by,
                 windows_end_with_loader=gated,
@@ -299,7 +299,7 @@ def _of_bar(
 
 
 def _unit(name: str, method: str, places: list[Place], loops: list[Loop], gated: bool) -> str | None:
-    """What `name.method()` is called once per: "steps", "micro_steps" or "passes"; None when the source shows no call."""
+    """What `name.method()` is called once per: "steps", "micro_steps" or "passes"; None when no call is found."""
     text = f"{name}.{method}"
     calls = [
         node

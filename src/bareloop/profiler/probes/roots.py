@@ -50,8 +50,10 @@ class RootCalls:
             inherited = "__call__" not in kind.__dict__
             original = kind.__call__
             kind.__call__ = self._wrap(original, every=False)
-            undo = functools.partial(delattr, kind, "__call__") if inherited else functools.partial(
-                setattr, kind, "__call__", original
+            undo = (
+                functools.partial(delattr, kind, "__call__")
+                if inherited
+                else functools.partial(setattr, kind, "__call__", original)
             )
             self._undo.append(undo)
 

@@ -42,7 +42,7 @@ class Site:
     """False when the line belongs to an installed package or the standard library."""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def origin(filename: str) -> str:
     """Whose code a file is: "own" (bareloop), "torch", "wrapper" (no place of its own), "library" or "user"."""
     if filename.startswith(_OWN_ROOT):
@@ -58,7 +58,7 @@ def origin(filename: str) -> str:
     return "user"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _torch_root() -> str:
     import torch
 

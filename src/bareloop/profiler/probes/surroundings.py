@@ -46,7 +46,6 @@ _PACKAGES = {
     "torchft": "torchft",
     "torchtitan": "torchtitan",
     "torchvision": "torchvision",
-    "torchaudio": "torchaudio",
     "torchdata": "torchdata",
     "timm": "timm",
     "bitsandbytes": "bitsandbytes",
@@ -55,7 +54,6 @@ _PACKAGES = {
     "tqdm": "tqdm",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
-    "mlflow": "mlflow",
 }
 _TRAINERS = {
     "transformers": (("transformers.trainer", "Trainer"),),
@@ -297,19 +295,31 @@ def _per_group(optimizers: Iterable[Any], key: str) -> float | tuple[float, ...]
     return values[0] if len(set(values)) == 1 else values
 
 
-def trainable_parameters(optimizers: Iterable[Any]) -> int | None:
-    """Elements that the optimizers train, each tensor once, whole tensors where shards are known; None without any."""
+def trainable_parameters(optimizers: Iterable[Any], module: Any = None) -> int | None:
+    """Elements that the optimizers train, each tensor once, whole tensors where shards are known; None without any.
+
+    Args:
+        module: the model; FSDP1 with `use_orig_params` tells the size of what it has sharded nowhere else.
+    """
+    whole = {} if module is None else _sharded_sizes(module)
     unique: dict[int, int] = {}
     for optimizer in optimizers:
         for group in _bare(optimizer).param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    unique[id(parameter)] = _elements(parameter)
+                    unique[id(parameter)] = whole.get(id(parameter), _elements(parameter))
     return sum(unique.values()) if unique else None
 
 
+def _sharded_sizes(module: Any) -> dict[int, int]:
+    """id -> elements of the parameters that FSDP1 shows as views of its shards."""
+    flats = [getattr(getattr(part, "_handle", None), "flat_param", None) for part in module.modules()]
+    shown = [(flat._params, flat._numels) for flat in flats if flat is not None and flat._params]
+    return {id(p): int(n) for parameters, sizes in shown for p, n in zip(parameters, sizes, strict=True)}
+
+
 def _elements(parameter: Any) -> int:
-    """Elements of the whole tensor: a DTensor counts globally by itself; ZeRO-3 and FSDP1's flat shards say it aside."""
+    """Elements of the whole tensor: a DTensor counts them all; ZeRO-3 and FSDP1's flat shards say it aside."""
     whole = getattr(parameter, "ds_numel", None)
     if whole is None and hasattr(parameter, "_numels"):
         return int(sum(parameter._numels))

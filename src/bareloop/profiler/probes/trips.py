@@ -114,7 +114,7 @@ def _passes(loops: list[Loop]) -> float | None:
 
 
 def loop_over_data(loops: list[Loop]) -> Loop | None:
-    """The loop that feeds the step: over a torch loader wherever it stands, over another sized object when innermost."""
+    """The loop that feeds the step: over a torch loader anywhere, over another sized object when innermost."""
     over_loader = next((loop for loop in reversed(loops) if unwrap_loader(loop.data) is not None), None)
     return over_loader or (loops[-1] if loops[-1].data is not None else None)
 
@@ -254,7 +254,8 @@ def _index_limit(test: ast.expr, holder: ast.If, loop: Loop) -> Iterator[_Limit]
     trip = _first_true(test, loop)
     if trip is not None and (loop.trips is None or trip < loop.trips):
         count = trip if holder.lineno < loop.place.line else trip + 1
-        yield _Limit(count=count, steps=False, text=f"break at {loop.place.name}:{holder.lineno}", loop=loop)
+        if count >= 1:
+            yield _Limit(count=count, steps=False, text=f"break at {loop.place.name}:{holder.lineno}", loop=loop)
 
 
 def _first_true(test: ast.expr, loop: Loop) -> int | None:
@@ -262,7 +263,9 @@ def _first_true(test: ast.expr, loop: Loop) -> int | None:
     if isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == loop.index:
         bound = evaluate(test.comparators[0], scope)
         if len(test.ops) == 1 and type(bound) is int and type(test.ops[0]) in _LEAVES_AT:
-            return max(0, math.ceil((bound + _LEAVES_AT[type(test.ops[0])] - loop.start) / loop.stride))
+            trip = math.ceil((bound + _LEAVES_AT[type(test.ops[0])] - loop.start) / loop.stride)
+            # `step == -1` never comes true, and what was true before the first trip did not keep the step from being made.
+            return trip if trip >= 0 else None
     most = _MOST_EVALUATED if loop.trips is None else min(_MOST_EVALUATED, loop.trips)
     for trip in range(int(most)):
         scope[str(loop.index)] = loop.start + trip * loop.stride
@@ -293,6 +296,8 @@ def _counter_limit(
             continue
         count = math.ceil(bound - _first_value(counter, loop.place.tree)) + _LEAVES_AT[order]
         count += 0 if staying else _late(test.lineno, getattr(increment, "lineno", 0), loop.place.line)
+        if count < 1:
+            continue  # `if step == limit` with a limit of -1 for none: a step was made, so it does not bound anything
         holders = [other for other in loops if other.place.file == loop.place.file and _holds(other.node, increment)]
         own = holders[-1] if holders else loops[-1]
         where = f"{'while' if staying else 'break'} {ast.unparse(test)} at {loop.place.name}:{test.lineno}"

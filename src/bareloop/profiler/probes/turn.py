@@ -25,9 +25,9 @@ class Turn:
         self.durations: list[int] = []
         self.excluded: list[bool] = []
         self._mark = 0
-        self._ablation: AbstractContextManager[None] | None = None
+        self._ablation: AbstractContextManager[Any] | None = None
 
-    def start(self, ablation: Callable[[], AbstractContextManager[None]] | None) -> str | None:
+    def start(self, ablation: Callable[[], AbstractContextManager[Any]] | None) -> str | None:
         """Begins at a step boundary. Returns what went wrong when the ablation could not be entered, else None."""
         if ablation is not None:
             try:

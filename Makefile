@@ -1,0 +1,52 @@
+# Everything runs in .venv, which the first target that needs it makes from constraints.txt.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BUDGET ?= 160
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+CACHE := .venv/.cache
+SOURCES := src tests examples benchmarks
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+
+# The copy of pyright that comes with its package: nothing is downloaded when it runs.
+export PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT := 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: help setup demo test check lint-imports bench clean
+
+help:
+	@echo "make demo    compare the two GPT-2 examples (about three minutes after the install)"
+	@echo "make test    the tests and the import contracts"
+	@echo "make check   ruff, pyright, import contracts, codespell"
+	@echo "make bench   how well the verdicts hold on this machine (long)"
+
+setup: $(STAMP)
+
+# torch comes first and by its exact version: left to a range, pip would take the newest one and, on Linux, gigabytes
+# of CUDA libraries with it even where a smaller build of the pinned version is at hand.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[hf,dev]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/bareloop compare --budget $(BUDGET) examples/gpt2_trainer.py examples/gpt2_loop.py
+
+test: $(STAMP) lint-imports
+	$(BIN)/python -m pytest
+
+check: $(STAMP) lint-imports
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/pyright
+	$(BIN)/codespell
+
+lint-imports: $(STAMP)
+	$(BIN)/lint-imports --cache-dir $(CACHE)/import-linter
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/verdicts.py
+
+clean:
+	rm -rf .venv

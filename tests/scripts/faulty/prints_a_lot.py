@@ -1,0 +1,8 @@
+import torch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    print("x" * 100_000)
