@@ -383,3 +383,19 @@ def test_outside_any_loop_nothing_is_planned() -> None:
         net.optimizer.step()
         net.optimizer.step()
     assert seen.facts == PlanFacts()
+
+
+def test_a_bound_of_minus_one_for_none_bounds_nothing() -> None:
+    """`if steps == most: return` with -1 for "all" is how people write it."""
+    net, loader, most = Net(), data(), -1
+    with watched(loader, samples=4) as seen:
+        steps = 0
+        for _epoch in range(3):
+            for batch in loader:
+                net.backward(batch)
+                net.optimizer.step()
+                steps += 1
+                if steps == most:
+                    return
+    assert seen.steps == 30
+    assert (seen.facts.planned_steps, seen.facts.planned_passes) == (30, 3.0)

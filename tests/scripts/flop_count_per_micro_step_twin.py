@@ -6,6 +6,20 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+TASKS = 200
+
+
+class Adapters(nn.Module):
+    """A shared trunk and a small adapter per task; a batch uses one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(128, 2048), nn.GELU(), nn.Linear(2048, 128))
+        self.adapters = nn.ModuleList(nn.Sequential(nn.Linear(128, 8), nn.Linear(8, 4)) for _ in range(TASKS))
+
+    def forward(self, x, task):
+        return self.adapters[task](self.trunk(x))
+
 
 def num_parameters(model):
     """Trainable parameters without embeddings."""
@@ -15,21 +29,20 @@ def num_parameters(model):
 
 def main():
     torch.manual_seed(0)
-    tokens = torch.randint(0, 200, (4096, 16))
-    loader = DataLoader(TensorDataset(tokens, tokens[:, 0] % 4), batch_size=16)
-    blocks = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(40)]
-    model = nn.Sequential(nn.EmbeddingBag(200, 32), *blocks, nn.Linear(32, 4))
+    features, targets = torch.randn(4096, 128), torch.randint(0, 4, (4096,))
+    loader = DataLoader(TensorDataset(features, targets), batch_size=32)
+    model = Adapters()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     model.train()
     parameters = num_parameters(model)
     flops, start, step = 0, time.perf_counter(), 0
-    for _ in range(20):
+    for _ in range(40):
         for x, y in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
+            nn.functional.cross_entropy(model(x, step % TASKS), y).backward()
             optimizer.step()
-            flops += 6 * x.numel() * parameters
+            flops += 6 * x.shape[0] * parameters
             step += 1
             if step % 100 == 0:
                 print(f"step {step}: {flops / (time.perf_counter() - start) / 1e9:.2f} GFLOP/s")

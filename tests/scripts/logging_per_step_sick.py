@@ -1,4 +1,4 @@
-"""Sick: a progress bar is redrawn and every learning rate is logged in each step."""
+"""Sick: a progress bar is redrawn and the learning rate of every layer is logged in each step."""
 
 import logging
 import sys
@@ -15,12 +15,11 @@ logger = logging.getLogger("train")
 
 def main():
     torch.manual_seed(0)
-    features, targets = torch.randn(4096, 128), torch.randn(4096, 1)
+    features, targets = torch.randn(4096, 256), torch.randn(4096, 256)
     loader = DataLoader(TensorDataset(features, targets), batch_size=16, shuffle=True)
-    layers = [nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1)]
-    model = nn.Sequential(*layers)
-    rates = [(f"layer{i}", {"params": layer.parameters()}) for i, layer in enumerate(layers) if i % 2 == 0]
-    optimizer = torch.optim.AdamW([group for _, group in rates], lr=1e-3)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
+    groups = [{"params": layer.parameters(), "lr": 1e-3 * 0.9**depth} for depth, layer in enumerate(model)]
+    optimizer = torch.optim.SGD(groups)
 
     model.train()
     for epoch in range(20):
@@ -31,8 +30,8 @@ def main():
             optimizer.step()
             if step % EVERY == 0:
                 bar.set_postfix(step=step, lr=optimizer.param_groups[0]["lr"])
-                for (name, _), group in zip(rates, optimizer.param_groups, strict=True):
-                    logger.info("step %d %s lr %.2e", step, name, group["lr"])
+                for depth, group in enumerate(optimizer.param_groups):
+                    logger.info("step %d layer %d lr %.2e", step, depth, group["lr"])
 
 
 if __name__ == "__main__":

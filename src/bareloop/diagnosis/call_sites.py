@@ -49,7 +49,8 @@ def same_file(one: str, other: str) -> bool:
     shorter, longer = sorted((os.path.normpath(one), os.path.normpath(other)), key=len)
     if longer.endswith(os.sep + shorter):
         return True
-    return os.path.realpath(one) == os.path.realpath(other)
+    # Asked for every module of a process: the file system is asked only where the names allow it.
+    return os.path.basename(one) == os.path.basename(other) and os.path.realpath(one) == os.path.realpath(other)
 
 
 def is_installed(file: str) -> bool:

@@ -159,7 +159,7 @@ class _Launches:
         return done < 2 or self._left_s() > 0.8 * plan.launch_s
 
     def _plan(self) -> Plan:
-        step_s = {name: self.inspected[script].pilot_s_per_step for name, script in self.participants.items()}
+        step_s = {name: self.inspected[script].trace.pilot_s_per_step or 0.01 for name, script in self.participants.items()}
         keys = self._turns()
         launches = self.options.launches
         found = plan(

@@ -28,8 +28,6 @@ class Inspected:
     trace: Trace
     optimizers: int
     """Optimizers that step in it."""
-    pilot_s_per_step: float
-    """A rough step time, with whatever else ran beside it: for planning only."""
     notes: tuple[str, ...] = ()
 
 
@@ -58,8 +56,11 @@ def inspect(commands: Mapping[str, Command], options: Options, deadline_s: float
     return {
         name: Inspected(
             command=commands[name],
-            trace=replace(_trace(commands[name], by_rank), startup_s=startup_s[name]),
-            pilot_s_per_step=min(message["pilot_s_per_step"] for message in by_rank.values()),
+            trace=replace(
+                _trace(commands[name], by_rank),
+                startup_s=startup_s[name],
+                pilot_s_per_step=min(message["pilot_s_per_step"] for message in by_rank.values()),
+            ),
             optimizers=max(message["optimizers"] for message in by_rank.values()),
             notes=notes[name],
         )

@@ -42,6 +42,8 @@ class Trace:
     """All processes together."""
     phases: Phases | None = None
     """From timing windows of rank 0; None before any timing was made."""
+    pilot_s_per_step: float | None = None
+    """A rough step time of a few plain steps, whatever else ran beside them: for planning, never for a verdict."""
     startup_s: float = 0.0
     """Seconds from the start of the command to its first optimizer step, two commands starting at once."""
     schema: str = SCHEMA

@@ -66,6 +66,10 @@ _LOGS = re.compile(
     r"(^|\.)(Logger\.(_log|handle)|SummaryWriter\.add_\w+|\w*Trainer\.log|Run\.log|\w+Logger\.log_metrics"
     r"|Console\.print|Accelerator\.(print|log))$"
 )
+_TIMED = re.compile(r"(^|\.)tqdm\w*\.(refresh|display)$")
+_ASKED = re.compile(r"(^|\.)tqdm\w*\.set_(postfix|description)(_str)?$")
+_REDRAWS_EVERY_S = 0.1
+"""tqdm's own interval. Steps are slow in a counting window, so its clock redraws there more often than it would."""
 _LEVELS = re.compile(r"^Logger\.(debug|info|warning|error|critical|exception|log)$")
 _TRAINER = "transformers/trainer.py"
 _OUT_OF_REACH = 1 << 60
@@ -75,6 +79,9 @@ _OUT_OF_REACH = 1 << 60
 def _functions(trace: Trace) -> list[FunctionCount]:
     calls = trace.counts.functions if trace.counts is not None else ()
     found = [call for call in calls if call.per_step >= EVERY_STEP and _is_logging(call.function)]
+    asked = any(_ASKED.search(call.function) for call in found)
+    if not asked and trace.pilot_s_per_step is not None and trace.pilot_s_per_step < _REDRAWS_EVERY_S:
+        found = [call for call in found if not _TIMED.search(call.function)]
     return sorted(found, key=lambda call: -call.per_step)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bareloop.profiler.probes.lifetime import Lifetime
 from bareloop.profiler.probes.operators import OperatorCounter
-from bareloop.profiler.probes.sites import Site, caller_outside_torch, function_name, origin, site_at
+from bareloop.profiler.probes.sites import Site, caller_outside_torch, calling_place, function_name, origin, site_at
 from bareloop.trace import Builtin, FunctionCount
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class CallsFacts:
     """Calls of print, write, flush, numel, tolist and numpy, most frequent first."""
     notes: tuple[str, ...] = ()
     """What could not be counted, in a sentence each."""
+
+
+_ASKED_BY_OUR_WRAPPERS = frozenset({"is_compiling", "is_scripting"})
+"""Python functions of torch that the wrapper around the outermost module calls, once per forward."""
 
 
 class CallsWindow:
@@ -155,7 +159,8 @@ class CallsWindow:
     def _count(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call":
             name = getattr(argument, "__name__", "")
-            if name in _WATCHED_BUILTINS and origin(frame.f_code.co_filename) != "own":
+            # What torch's own Python asks of a tensor (numel before a backward) is no work of the script's.
+            if name in _WATCHED_BUILTINS and origin(frame.f_code.co_filename) not in ("own", "torch"):
                 self._builtins[name, site_at(caller_outside_torch(frame)[0])] += 1
             return
         if event not in ("call", "return"):
@@ -169,9 +174,11 @@ class CallsWindow:
             self._called(frame)
 
     def _called(self, frame: FrameType) -> None:
+        if frame.f_code.co_name in _ASKED_BY_OUR_WRAPPERS and _for_us(frame):
+            return
         self._by_phase[self._here] += 1
         self._functions[frame.f_code] += 1
-        caller, _ = caller_outside_torch(frame.f_back)
+        caller = calling_place(frame)
         if caller is None:
             return
         place = caller.f_code, caller.f_lasti
@@ -197,6 +204,14 @@ class CallsWindow:
             )
             for code in [*kept, *watched]
         )
+
+
+def _for_us(frame: FrameType) -> bool:
+    """Whether a wrapper of ours asked, in one call or by way of another."""
+    asking = frame.f_back
+    while asking is not None and asking.f_code.co_name in _ASKED_BY_OUR_WRAPPERS:
+        asking = asking.f_back
+    return asking is not None and origin(asking.f_code.co_filename) == "own"
 
 
 def _watched(code: CodeType) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from types import CodeType, FrameType
 
-__all__ = ["Site", "caller_outside_torch", "expression", "function_name", "origin", "site_at"]
+__all__ = ["Site", "caller_outside_torch", "calling_place", "expression", "function_name", "origin", "site_at"]
 
 _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _STDLIB_ROOTS = tuple(
@@ -24,6 +24,8 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 # Generated code without a line of its own, and the standard library's wrappers: the line that matters is above them.
 _NO_PLACE = ("<frozen ", "<eval_with_key>", "<__array_function__", "<attrs generated")
 _WRAPPERS = ("contextlib.py", "functools.py")
+# Code that prints, logs or draws on behalf of the line that matters.
+_ON_BEHALF = ("logging", "tqdm")
 _TESTS = ("POP_JUMP", "JUMP_IF", "TO_BOOL")
 _MAX_TEXT = 200
 
@@ -76,6 +78,24 @@ def caller_outside_torch(frame: FrameType | None) -> tuple[FrameType | None, lis
             passed.append(frame)
         frame = frame.f_back
     return None, passed
+
+
+def calling_place(frame: FrameType) -> FrameType | None:
+    """The nearest place that called this frame's function for a purpose of its own.
+
+    Passes over frames of the same name (an override that calls `super().train()`) and over tqdm and logging, which
+    work for the line that called them; where nothing else is left, the nearest place of any kind.
+    """
+    name = frame.f_code.co_name
+    nearest = place = caller_outside_torch(frame.f_back)[0]
+    while place is not None and (place.f_code.co_name == name or _on_behalf(place.f_code.co_filename)):
+        place = caller_outside_torch(place.f_back)[0]
+    return place or nearest
+
+
+@functools.cache
+def _on_behalf(filename: str) -> bool:
+    return origin(filename) == "library" and os.path.basename(os.path.dirname(filename)) in _ON_BEHALF
 
 
 def function_name(code: CodeType) -> str:
