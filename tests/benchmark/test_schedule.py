@@ -42,44 +42,44 @@ def test_order_refuses(names: tuple[str, ...], rounds: int) -> None:
 
 
 def test_launches_come_before_rounds() -> None:
-    # A round is 2 turns of (25 + 5) steps of 10 ms = 0.6 s; a launch of 4 rounds is 8 + 2.4 s; 9 of them take 93.6 s.
+    # A round is 2 turns of (10 + 5) steps of 10 ms = 0.3 s; rounds take half of the start: 14; 8 + 4.2 s a launch.
     made = plan(budget_s=120, spent_s=20, startup_s=8, step_s={"a": 0.01, "b": 0.01}, discard={"a": 5, "b": 5})
-    assert (made.launches, made.rounds, made.steps, made.fits) == (9, 4, {"a": 25, "b": 25}, True)
-    assert made.launch_s == pytest.approx(10.4)
-    assert made.wall_s == pytest.approx(93.6)
+    assert (made.launches, made.rounds, made.steps, made.fits) == (8, 14, {"a": 10, "b": 10}, True)
+    assert made.launch_s == pytest.approx(12.2)
+    assert made.wall_s == pytest.approx(97.6)
 
 
 def test_what_is_left_goes_to_rounds() -> None:
-    # 3 launches of 20 + 4 rounds x 0.5 s; a fourth does not fit into 80 s, 12 rounds do.
+    # 3 launches of 20 + 32 rounds x 0.2 s; a fourth does not fit into 80 s with the 32 rounds that are wished.
     made = plan(budget_s=80, spent_s=0, startup_s=20, step_s={"a": 0.01, "b": 0.01})
-    assert (made.launches, made.rounds) == (3, 12)
+    assert (made.launches, made.rounds) == (3, 32)
     # 9 rounds would fit, but an even number cancels the drift.
-    made = plan(budget_s=3 * (20 + 4.5), spent_s=0, startup_s=20, step_s={"a": 0.01, "b": 0.01})
+    made = plan(budget_s=3 * (20 + 1.9), spent_s=0, startup_s=20, step_s={"a": 0.01, "b": 0.01})
     assert (made.launches, made.rounds) == (3, 8)
 
 
 def test_a_plan_that_fills_the_budget_exactly_fits() -> None:
-    made = plan(budget_s=3 * 2.3, spent_s=0, startup_s=0.3, step_s={"a": 0.01, "b": 0.01})
+    made = plan(budget_s=3 * 1.1, spent_s=0, startup_s=0.3, step_s={"a": 0.01, "b": 0.01})
     assert (made.launches, made.rounds, made.fits) == (3, 4, True)
 
 
 def test_a_large_budget_is_not_used_up() -> None:
     made = plan(budget_s=10_000, spent_s=0, startup_s=1, step_s={"a": 0.001, "b": 0.00001})
-    assert (made.launches, made.rounds, made.steps) == (64, 12, {"a": 250, "b": 400})
+    assert (made.launches, made.rounds, made.steps) == (64, 32, {"a": 100, "b": 400})
 
 
 def test_turns_of_a_round() -> None:
     common = {"budget_s": 1e4, "spent_s": 0.0, "startup_s": 0.0, "launches": 2}
     step_s = {"a": 0.125, "b": 0.25}
-    assert plan(step_s=step_s, turns_per_round=2, **common).launch_s == pytest.approx(12 * 2 * (0.375 + 0.75))
+    assert plan(step_s=step_s, turns_per_round=2, **common).launch_s == pytest.approx(32 * 2 * (0.375 + 0.75))
     made = plan(step_s=step_s, turns_per_round=("a", "b", "a"), **common)
-    assert made.launch_s == pytest.approx(12 * (2 * 0.375 + 0.75))
+    assert made.launch_s == pytest.approx(32 * (2 * 0.375 + 0.75))
 
 
 def test_start_of_several_processes_at_once_costs_more() -> None:
     alone = plan(budget_s=100, spent_s=0, startup_s=10, step_s={"a": 0.01})
     together = plan(budget_s=100, spent_s=0, startup_s=10, step_s={"a": 0.01}, startup_parallel=1.6)
-    assert (alone.launches, together.launches) == (9, 5)
+    assert (alone.launches, together.launches) == (7, 5)
 
 
 def test_wishes_are_honoured() -> None:
@@ -100,7 +100,7 @@ def test_long_steps_shorten_the_turns_until_three_launches_fit() -> None:
 
 def test_two_launches_where_three_do_not_fit() -> None:
     made = plan(budget_s=50, spent_s=0, startup_s=20, step_s={"a": 0.01, "b": 0.01})
-    assert (made.launches, made.rounds, made.steps, made.fits) == (2, 10, {"a": 25, "b": 25}, True)
+    assert (made.launches, made.rounds, made.steps, made.fits) == (2, 24, {"a": 10, "b": 10}, True)
 
 
 @pytest.mark.parametrize("spent_s", [0.0, 100.0])

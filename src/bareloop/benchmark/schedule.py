@@ -7,17 +7,22 @@ only as far as the noise inside a launch matters. Rounds then fill what is left 
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Plan", "order", "plan"]
 
-_TURN_S = 0.25
+_TURN_S = 0.1
+"""Short, so that the two halves of a pair lie close together: the machine drifts by 5 % within a second."""
 _STEPS_PER_TURN = range(3, 401)
-_ROUNDS = (12, 10, 8, 6, 4, 3)
-"""Rounds of a launch that may be planned. Even ones, so that each order has its reverse; 3 only where 4 do not fit."""
+_MOST_ROUNDS = 32
+_FEWEST_ROUNDS = (4, 3)
+"""Rounds are even, so that each order has its reverse; 3 only where 4 do not fit."""
+_TIMED_SHARE = 0.5
+"""Rounds of a launch take at least this share of its start, where the launches that are wanted still fit."""
 _MOST_LAUNCHES = 64
 _ENOUGH_LAUNCHES = 3
+_WANTED_LAUNCHES = (5, _ENOUGH_LAUNCHES, 2)
 _FEWEST_LAUNCHES = 2
 
 
@@ -85,9 +90,8 @@ def plan(
 ) -> Plan:
     """The plan with the most launches, and then the most rounds, that fits what is left of the budget.
 
-    A turn lasts about 0.25 s, at least 3 and at most 400 timed steps. Where fewer than 3 launches fit, the launch
-    gets 3 rounds instead of 4, then a turn 3 steps, and then a single one: a step so long that this matters is longer
-    than a usual turn. The plan that first allows 3 launches is taken, else one of 2.
+    A turn lasts about 0.1 s, at least 3 and at most 400 timed steps; the rounds of a launch take at least half as long
+    as its start. Where fewer than 5 launches (then 3, then 2) fit, it gets 4 rounds, then 3, then a turn 3 steps, then one.
 
     Args:
         budget_s: Seconds for everything.
@@ -104,16 +108,15 @@ def plan(
         ValueError: a step time that is not positive, an unknown participant, a count below one.
     """
     turns = _turns(step_s, turns_per_round)
-    _check(step_s, turns, discard or {}, steps, launches, startup_s * startup_parallel)
-    left_s = budget_s - spent_s
-    start_s = startup_s * startup_parallel
-    options: list[tuple[Mapping[str, int], int, float]] = []
-    for chosen in _step_choices(step_s, steps):
-        round_s = sum((chosen[name] + (discard or {}).get(name, 0)) * step_s[name] for name in turns)
-        options += [(chosen, rounds, round_s) for rounds in (4, 3)]
-    for wanted in (_ENOUGH_LAUNCHES, _FEWEST_LAUNCHES) if launches is None else (launches,):
+    start_s, left_s = startup_s * startup_parallel, budget_s - spent_s
+    _check(step_s, turns, discard or {}, steps, launches, start_s)
+    options = list(_options(_step_choices(step_s, steps), turns, step_s, discard or {}, start_s))
+    for wanted in _WANTED_LAUNCHES if launches is None else (launches,):
         for chosen, rounds, round_s in options:
-            if _fitting(wanted, start_s + rounds * round_s, left_s):
+            # A fourth and fifth launch are worth fewer rounds, but not turns shorter than usual.
+            if (wanted <= _ENOUGH_LAUNCHES or chosen is options[0][0]) and _fitting(
+                wanted, start_s + rounds * round_s, left_s
+            ):
                 return _filled(chosen, rounds, round_s, start_s, left_s, launches)
     chosen, rounds, round_s = min(options, key=lambda option: option[1] * option[2])
     return Plan(
@@ -125,6 +128,23 @@ def plan(
     )
 
 
+def _options(
+    choices: Sequence[Mapping[str, int]],
+    turns: Sequence[str],
+    step_s: Mapping[str, float],
+    discard: Mapping[str, int],
+    start_s: float,
+) -> Iterator[tuple[Mapping[str, int], int, float]]:
+    """(steps, rounds, seconds per round) of a launch, from the wished to the shortest."""
+    for chosen in choices:
+        round_s = sum((chosen[name] + discard.get(name, 0)) * step_s[name] for name in turns)
+        wished = 2 * math.ceil(_TIMED_SHARE * start_s / round_s / 2)
+        if wished > _FEWEST_ROUNDS[0]:
+            yield chosen, min(wished, _MOST_ROUNDS), round_s
+        for rounds in _FEWEST_ROUNDS:
+            yield chosen, rounds, round_s
+
+
 def _filled(
     steps: Mapping[str, int], rounds: int, round_s: float, start_s: float, left_s: float, launches: int | None
 ) -> Plan:
@@ -132,7 +152,8 @@ def _filled(
     if launches is None:
         candidates = range(_MOST_LAUNCHES, 0, -1)
         launches = next(count for count in candidates if _fitting(count, start_s + rounds * round_s, left_s))
-    rounds = next(count for count in _ROUNDS if _fitting(launches, start_s + count * round_s, left_s))
+    more = range(_MOST_ROUNDS, rounds, -2)
+    rounds = next((count for count in more if _fitting(launches, start_s + count * round_s, left_s)), rounds)
     return Plan(launches=launches, rounds=rounds, steps=steps, fits=True, launch_s=start_s + rounds * round_s)
 
 

@@ -84,10 +84,12 @@ def _saving(suspect: Suspect, measured: Measured) -> Difference | None:
         plain = [times[name] for name in (script, f"{script}:null") if name in times]
         return fmean(plain) - times[key]
 
-    return difference(measured.paired(saved), pool=True)
+    return difference(measured.paired_medians(saved), pool=True)
 
 
 def _control(suspect: Suspect, measured: Measured) -> Difference | None:
     """The null ablation: a plain turn minus the other plain turn of the same round."""
     script, null = suspect.script, f"{suspect.script}:null"
-    return difference(measured.paired(lambda times: times[script] - times[null] if null in times else None), pool=True)
+    return difference(
+        measured.paired_medians(lambda times: times[script] - times[null] if null in times else None), pool=True
+    )

@@ -16,10 +16,12 @@ from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.profiler.failures import RunFailed
 from bareloop.profiler.inspect import Inspected
 from bareloop.profiler.options import Options
-from bareloop.profiler.turns import AblationBroke, Launched, Participant, TurnKind, memory_allows, time_launch
+from bareloop.profiler.turns import AblationBroke, Launched, Participant, Timed, TurnKind, memory_allows, time_launch
 
 __all__ = ["Measured", "Suspect", "measure"]
 
+Value = Callable[[Mapping[str, float]], float | None]
+"""A function of a round's step times: key of a turn -> seconds per step."""
 MOST_DISCARDED = 16
 STOP_S = 1.0
 """What ending a launch takes, beside its start."""
@@ -50,11 +52,16 @@ class Measured:
     """Key of an ablation -> why it was not examined."""
     notes: tuple[str, ...] = ()
 
-    def paired(self, value: Callable[[Mapping[str, float]], float | None]) -> list[list[float]]:
-        """`value` of each complete round's step times (key -> seconds per step), by launch; None leaves a round out."""
-        rounds = [
-            [{key: turn.s_per_step for key, turn in r.items()} for r in launch.rounds] for launch in self.launches
-        ]
+    def paired(self, value: Value) -> list[list[float]]:
+        """`value` of each complete round's mean step times, by launch; None leaves a round out."""
+        return self._by_launch(value, lambda turn: turn.s_per_step)
+
+    def paired_medians(self, value: Value) -> list[list[float]]:
+        """The same of median step times: for causes that act in every step."""
+        return self._by_launch(value, lambda turn: turn.median_s_per_step)
+
+    def _by_launch(self, value: Value, time_of: Callable[[Timed], float]) -> list[list[float]]:
+        rounds = [[{key: time_of(turn) for key, turn in r.items()} for r in launch.rounds] for launch in self.launches]
         return [[found for times in launch if (found := value(times)) is not None] for launch in rounds]
 
 
@@ -159,7 +166,9 @@ class _Launches:
         return done < 2 or self._left_s() > 0.8 * plan.launch_s
 
     def _plan(self) -> Plan:
-        step_s = {name: self.inspected[script].trace.pilot_s_per_step or 0.01 for name, script in self.participants.items()}
+        step_s = {
+            name: self.inspected[script].trace.pilot_s_per_step or 0.01 for name, script in self.participants.items()
+        }
         keys = self._turns()
         launches = self.options.launches
         found = plan(

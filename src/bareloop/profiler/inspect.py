@@ -3,11 +3,12 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
 from bareloop.profiler.command import Command
 from bareloop.profiler.ledger import merged
 from bareloop.profiler.options import Options
-from bareloop.profiler.session import Session
+from bareloop.profiler.session import Run, Session
 from bareloop.trace import ProcessFacts, Trace, decode
 
 __all__ = ["FIRST_STEPS", "STEPS_NEEDED", "Inspected", "inspect"]
@@ -16,7 +17,7 @@ FIRST_STEPS = 6
 """Steps that are observed number by number before the counting windows."""
 WINDOW_STEPS = 2
 PILOT_STEPS = 4
-STEPS_NEEDED = FIRST_STEPS + 2 * WINDOW_STEPS + PILOT_STEPS
+STEPS_NEEDED = FIRST_STEPS + 2 * WINDOW_STEPS + PILOT_STEPS + 1
 """Optimizer steps that a script must make to be looked at."""
 
 
@@ -40,18 +41,17 @@ def inspect(commands: Mapping[str, Command], options: Options, deadline_s: float
     Raises:
         ScriptFailed, EndedEarly, RunFailed: see `Session.receive`.
     """
-    settings = {"role": "inspect", "first_steps": FIRST_STEPS, "window_steps": WINDOW_STEPS, "pilot_steps": PILOT_STEPS}
+    settings = {"role": "inspect", "first_steps": FIRST_STEPS, "window_steps": WINDOW_STEPS}
     with Session(stdin=options.stdin) as session:
         started_s = time.monotonic()
         runs = {name: session.launch(command, name, settings) for name, command in commands.items()}
-        pending, startup_s, messages = dict(runs), {}, {}
-        while pending:
-            for name, run in list(pending.items()):
-                said = session.receive([run], "facts", deadline_s)
-                messages[name] = said[run.participant]
-                startup_s[name] = time.monotonic() - started_s
-                session.stop([run])
-                del pending[name]
+        startup_s, messages, pilot_s = {}, {}, {}
+        for name, run in runs.items():
+            messages[name] = session.receive([run], "facts", deadline_s)[run.participant]
+            startup_s[name] = time.monotonic() - started_s
+        for name, run in runs.items():
+            pilot_s[name] = _pilot(session, run, deadline_s)
+        session.stop(list(runs.values()))
         notes = {name: _notes(run.others, session.late, run.command.label) for name, run in runs.items()}
     return {
         name: Inspected(
@@ -59,13 +59,20 @@ def inspect(commands: Mapping[str, Command], options: Options, deadline_s: float
             trace=replace(
                 _trace(commands[name], by_rank),
                 startup_s=startup_s[name],
-                pilot_s_per_step=min(message["pilot_s_per_step"] for message in by_rank.values()),
+                pilot_s_per_step=pilot_s[name],
             ),
             optimizers=max(message["optimizers"] for message in by_rank.values()),
             notes=notes[name],
         )
         for name, by_rank in messages.items()
     }
+
+
+def _pilot(session: Session, run: Run, deadline_s: float) -> float:
+    """Seconds per step of a few plain steps, while every other run waits at its step boundary."""
+    run.send({"command": "turn", "steps": PILOT_STEPS, "discard": 1})
+    by_rank = session.receive([run], "turn", deadline_s)[run.participant]
+    return median(by_rank[min(by_rank)]["nanoseconds"]) / 1e9
 
 
 def _trace(command: Command, by_rank: Mapping[int, Mapping[str, object]]) -> Trace:

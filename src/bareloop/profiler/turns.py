@@ -8,7 +8,7 @@ both halves of its pair come from one process, in one launch, a second apart.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from bareloop.profiler.command import Command
@@ -47,6 +47,9 @@ class Timed:
     """One turn's result."""
 
     s_per_step: float
+    """Mean over the timed steps: what the script takes, what it does every tenth step included."""
+    median_s_per_step: float
+    """Median: blind to what few steps have, so to most of the machine's hiccups; for causes that act in every step."""
     steps: int
     phases: Mapping[str, float]
     """Phase -> seconds per step; scaled so that they add up to `s_per_step` where steps were left out."""
@@ -168,6 +171,7 @@ def _timed(message: Mapping[str, Any]) -> Timed:
     total = sum(message["phases"].values()) or 1.0
     return Timed(
         s_per_step=seconds,
+        median_s_per_step=median(used) / 1e9,
         steps=len(used),
         phases={phase: message["phases"].get(phase, 0.0) / total * seconds for phase in PHASES},
         probe_s=message["probe_ns"] / len(pairs) / 1e9,

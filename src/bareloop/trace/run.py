@@ -43,7 +43,7 @@ class Trace:
     phases: Phases | None = None
     """From timing windows of rank 0; None before any timing was made."""
     pilot_s_per_step: float | None = None
-    """A rough step time of a few plain steps, whatever else ran beside them: for planning, never for a verdict."""
+    """A rough step time, of a few plain steps of one launch: for planning, never for a verdict."""
     startup_s: float = 0.0
     """Seconds from the start of the command to its first optimizer step, two commands starting at once."""
     schema: str = SCHEMA

@@ -3,9 +3,7 @@
 Nothing is timed here, so the windows may cost what they like.
 """
 
-import itertools
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 from bareloop.profiler.probes import plan, surroundings
@@ -36,7 +34,6 @@ class Inspection:
         self._done: list[Any] = []
         self._left = 0
         self._frame: Any = None
-        self._marks: list[float] = []
 
     def advance(self, frame: Any) -> bool:
         """Called at each boundary, with the frame that is stepping; True when all windows are over."""
@@ -48,16 +45,11 @@ class Inspection:
             window.stop()
             self._done.append(window.result(self.steps))
         if len(self._done) == len(self._windows):
-            return self._pilot(frame)
+            self._frame = frame
+            return True
         self._left = self.steps
         self._windows[len(self._done)].start()
         return False
-
-    def _pilot(self, frame: Any) -> bool:
-        """A few plain steps, so that the timing launches can be planned."""
-        self._marks.append(time.perf_counter())
-        self._frame = frame
-        return len(self._marks) > self.agent.settings["pilot_steps"]
 
     def message(self) -> dict[str, Any]:
         """Everything that was observed, as JSON values."""
@@ -76,12 +68,7 @@ class Inspection:
             counts=self._counts(steps),
             notes=tuple(self._done[1].notes),
         )
-        pilot = sorted(after - before for before, after in itertools.pairwise(self._marks))
-        return {
-            "facts": encode(facts),
-            "optimizers": len(self.agent.calls),
-            "pilot_s_per_step": pilot[len(pilot) // 2],
-        }
+        return {"facts": encode(facts), "optimizers": len(self.agent.calls)}
 
     def _ledger(self, steps: list[StepFacts], world: int) -> Ledger:
         samples, micro_steps = mean([s.samples for s in steps]), mean([s.micro_steps for s in steps])
