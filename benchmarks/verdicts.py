@@ -1,6 +1,6 @@
 """How often is bareloop's verdict on speed right? False alarms on A/A, and the power to see a known slowdown.
 
-    python benchmarks/verdicts.py --condition 5ms-idle --launches 156 --slowdowns 5 20
+    python benchmarks/verdicts.py --condition 5ms-idle --slowdowns 5 20
 
 Launches are made exactly as `bareloop compare` makes them, except that all slowed scripts take turns in the same ones.
 They are then dealt, without replacement, into comparisons of as many launches as a budget pays for; each is judged by the
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from math import log
 from pathlib import Path
+from statistics import median
 
 from bareloop.benchmark import as_ratio, difference, order, plan, resolution, speed_verdict
 from bareloop.profiler.command import Command, command_from_words
@@ -59,7 +60,7 @@ def launch_once(units: int, slowdowns: Sequence[int], step_s: float, rounds: int
     people = {
         name: Participant(command=command(units, share), warmup=4, optimizers=1) for name, share in shares.items()
     }
-    steps = max(3, min(400, round(0.25 / step_s)))
+    steps = max(3, min(400, round(0.1 / step_s)))
     kinds = [TurnKind(key=name, participant=name, steps=steps, discard=1) for name in people]
     done = time_launch(people, kinds, order(list(people), rounds, seed), deadline_s=time.monotonic() + 120)
     return [{key: turn.s_per_step for key, turn in one.items()} for one in done.rounds]
@@ -111,17 +112,8 @@ def table(pool: Sequence[Sequence[Round]], keys: Sequence[str], sizes: Mapping[s
     return lines
 
 
-def main() -> None:
-    """Measures one condition and prints its tables; the raw rounds go to --raw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--condition", choices=[f"{s}-{n}" for s in UNITS for n in ("idle", "busy")], required=True)
-    parser.add_argument("--launches", type=int, default=156)
-    parser.add_argument("--slowdowns", type=int, nargs="+", default=[1, 2, 5, 10, 20])
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--draws", type=int, default=0, help="0 deals the launches out; else draws with replacement")
-    parser.add_argument("--raw", type=Path, help="JSON of every round")
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop launching after this long")
-    arguments = parser.parse_args()
+def collect(arguments: argparse.Namespace) -> list[list[Round]]:
+    """Launches until there are enough of them or the time is up; written to --raw as they come."""
     size, busy = arguments.condition.split("-")
     pool: list[list[Round]] = []
     started_s = time.monotonic()
@@ -130,17 +122,51 @@ def main() -> None:
         while len(pool) < arguments.launches and time.monotonic() - started_s < 60 * arguments.minutes:
             pool.append(launch_once(UNITS[size], arguments.slowdowns, step_s, arguments.rounds, len(pool)))
             if arguments.raw:
-                arguments.raw.write_text(json.dumps(pool))
+                arguments.raw.write_text(json.dumps(rounded(pool)))
             print(f"\rlaunch {len(pool)}", end="", file=sys.stderr)
-    took_s = time.monotonic() - started_s
-    wall = plan(budget_s=120, spent_s=6, startup_s=4.0, step_s={"a": step_s, "b": step_s, "control": step_s})
-    sizes = {
-        "half (60 s)": max(2, wall.launches // 2),
-        "default (120 s)": wall.launches,
-        "4x (480 s)": 4 * wall.launches,
+    took_min = (time.monotonic() - started_s) / 60
+    print(f"\n{arguments.condition}: {len(pool)} launches in {took_min:.1f} min", file=sys.stderr)
+    return pool
+
+
+def rounded(pool: Sequence[Sequence[Round]]) -> list[list[dict[str, float]]]:
+    """The pool to the tenth of a microsecond, for a file of a reasonable size."""
+    return [[{key: round(value, 7) for key, value in one.items()} for one in rounds] for rounds in pool]
+
+
+def sizes(pool: Sequence[Sequence[Round]], startup_s: float) -> dict[str, int]:
+    """Launches that `bareloop compare` would make of this script with half of, with, and with 4 times its budget."""
+    step_s = median(one["base"] for rounds in pool for one in rounds)
+    people = {"a": step_s, "b": step_s, "control": step_s}
+    budgets = {"half (60 s)": 60, "default (120 s)": 120, "4x (480 s)": 480}
+    return {
+        name: plan(
+            budget_s=budget, spent_s=5, startup_s=startup_s, step_s=people, discard=dict.fromkeys(people, 1)
+        ).launches
+        for name, budget in budgets.items()
     }
-    print(f"\n{arguments.condition}: base step {1000 * step_s:.2f} ms, {len(pool)} launches in {took_s / 60:.1f} min\n")
-    print("\n".join(table(pool, ["control", *map(str, arguments.slowdowns)], sizes, arguments.draws)))
+
+
+def main() -> None:
+    """Measures one condition (or reads it from --read) and prints its table; the raw rounds go to --raw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--condition", choices=[f"{s}-{n}" for s in UNITS for n in ("idle", "busy")], required=True)
+    parser.add_argument("--launches", type=int, default=320)
+    parser.add_argument("--slowdowns", type=int, nargs="+", default=[1, 2, 5, 10, 20])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--draws", type=int, default=0, help="0 deals the launches out; else draws with replacement")
+    parser.add_argument(
+        "--startup", type=float, default=5.0, help="seconds that a launch of three takes to start and end"
+    )
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop launching after this long")
+    parser.add_argument("--raw", type=Path, help="write every round here, as JSON")
+    parser.add_argument("--read", type=Path, help="judge the rounds of this file instead of measuring")
+    arguments = parser.parse_args()
+    pool = json.loads(arguments.read.read_text()) if arguments.read else collect(arguments)
+    step_s = median(one["base"] for rounds in pool for one in rounds)
+    keys = [key for key in pool[0][0] if key != "base"]
+    print(f"{arguments.condition}: base step {1000 * step_s:.2f} ms, {len(pool)} launches of {len(pool[0])} rounds\n")
+    print("\n".join(table(pool, keys, sizes(pool, arguments.startup), arguments.draws)))
 
 
 if __name__ == "__main__":

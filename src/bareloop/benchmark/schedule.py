@@ -118,6 +118,11 @@ def plan(
                 wanted, start_s + rounds * round_s, left_s
             ):
                 return _filled(chosen, rounds, round_s, start_s, left_s, launches)
+    return _smallest(options, launches, start_s)
+
+
+def _smallest(options: list[tuple[Mapping[str, int], int, float]], launches: int | None, start_s: float) -> Plan:
+    """The plan that exceeds the budget least."""
     chosen, rounds, round_s = min(options, key=lambda option: option[1] * option[2])
     return Plan(
         launches=launches or _FEWEST_LAUNCHES,
