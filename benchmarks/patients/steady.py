@@ -21,10 +21,10 @@ state, mixing = torch.randn(96, 96), torch.randn(96, 96) / 10
 
 while True:
     batch = torch.randn(16, 64)
+    loss = (model(batch) - batch).pow(2).mean()
+    loss.backward()
     with torch.no_grad():
         for _ in range(units):
             state = torch.tanh(state @ mixing)
-    loss = (model(batch) - batch).pow(2).mean()
-    loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -46,9 +46,11 @@ def inspect(commands: Mapping[str, Command], options: Options, deadline_s: float
         started_s = time.monotonic()
         runs = {name: session.launch(command, name, settings) for name, command in commands.items()}
         startup_s, messages, pilot_s = {}, {}, {}
+        session.start(list(runs.values()), deadline_s)
+        ready_s = time.monotonic() - started_s
         for name, run in runs.items():
-            messages[name] = session.receive([run], "facts", deadline_s)[run.participant]
-            startup_s[name] = time.monotonic() - started_s
+            messages[name] = session.advance(run, "facts", deadline_s)
+            startup_s[name] = ready_s
         for name, run in runs.items():
             pilot_s[name] = _pilot(session, run, deadline_s)
         session.stop(list(runs.values()))

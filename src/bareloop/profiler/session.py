@@ -123,7 +123,7 @@ class Session:
                 stdin=source,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,
+                process_group=0,
             )
         run = Run(command, path.stem, process)
         self.runs.append(run)
@@ -152,6 +152,15 @@ class Session:
                 waiting = [run for run in runs if not self._complete(run, kind)]
                 raise RunFailed(_too_late(waiting[0], kind))
             self._pump(0.05)
+
+    def start(self, runs: list[Run], deadline_s: float) -> None:
+        """Waits until every run is at its first backward; each of them then waits there for `advance`."""
+        self.receive(runs, "started", deadline_s)
+
+    def advance(self, run: Run, kind: str, deadline_s: float) -> dict[int, dict[str, Any]]:
+        """Lets one run go on from its first backward until its ranks say `kind`, the other runs waiting; rank -> message."""
+        run.send({"command": "go"})
+        return self.receive([run], kind, deadline_s)[run.participant]
 
     def _complete(self, run: Run, kind: str) -> bool:
         said = [rank for rank in run.ranks if any(message["type"] == kind for message in run.inbox[rank])]
@@ -330,7 +339,7 @@ def _signal(pid: int, number: int) -> None:
 
 def _too_late(run: Run, kind: str) -> str:
     label = run.command.label
-    if kind in ("facts", "ready") and not run.ranks:
+    if kind in ("started", "facts", "ready") and not run.ranks:
         return (
             f"{label} made no optimizer step within the budget. If it needs longer to start, raise --budget; if it "
             "trains in a process that bareloop can't see (python -S, -I or -E, a cleaned environment), start that one."

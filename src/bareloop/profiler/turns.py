@@ -105,7 +105,9 @@ def time_launch(
     for group in groups:
         with Session(stdin=stdin) as session:
             runs = {name: _start(session, name, participants[name]) for name in group}
-            session.receive(list(runs.values()), "ready", deadline_s)
+            session.start(list(runs.values()), deadline_s)
+            for run in runs.values():
+                session.advance(run, "ready", deadline_s)
             notes += _rounds(session, runs, by_key, orders, turns, errors, deadline_s)
             session.stop(list(runs.values()))
             notes += [
