@@ -46,7 +46,11 @@ lint-imports: $(STAMP)
 	$(BIN)/lint-imports --cache-dir $(CACHE)/import-linter
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/verdicts.py
+	$(BIN)/python benchmarks/probe_overhead.py
+	$(BIN)/python benchmarks/sick_scripts.py
+	for condition in 5ms-idle 50ms-idle 5ms-busy 50ms-busy; do \
+		$(BIN)/python benchmarks/verdicts.py --condition $$condition --minutes 60 || exit 1; \
+	done
 
 clean:
 	rm -rf .venv

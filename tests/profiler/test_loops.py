@@ -90,3 +90,36 @@ def test_two_ranks(words: tuple[str, ...]) -> None:
     if words[0] == "torchrun":
         assert trace.work.max_grad_norm == pytest.approx(0.001)
         assert trace.work.clipped_share == 1.0
+
+
+def test_lightning() -> None:
+    seen = look("lightning_fit.py")
+    work = seen.trace.work
+    assert seen.trace.first.environment.framework == "lightning"
+    assert (work.samples_per_step, work.micro_steps_per_step, work.max_grad_norm) == (16, 2, 0.5)
+    assert (work.planned_steps, work.planned_passes) == (50 * 256, 50)
+
+
+def test_accelerate() -> None:
+    seen = look("accelerate_loop.py")
+    work = seen.trace.work
+    assert seen.trace.first.environment.framework == "accelerate"
+    assert (work.samples_per_step, work.micro_steps_per_step, work.max_grad_norm) == (32, 4, 1.0)
+    assert (work.planned_steps, work.planned_passes) == (30 * 64, 30)
+
+
+def test_transformers_trainer() -> None:
+    seen = look("trainer.py")
+    work, counts = seen.trace.work, seen.trace.counts
+    assert seen.trace.first.environment.framework == "transformers"
+    assert (work.samples_per_step, work.tokens_per_step, work.micro_steps_per_step) == (8, 128, 2)
+    assert (work.planned_steps, work.planned_passes) == (3 * 256, 3)
+    assert work.max_grad_norm == 1.0
+    assert work.weight_decay == (0.1, 0.0), "the Trainer exempts biases and norms"
+    assert work.autocast == "bfloat16"
+    assert set(work.matmul_dtypes) == {"bfloat16"}
+    steps = seen.trace.first.steps
+    assert work.padding_share == pytest.approx(1 - sum(s.real_tokens or 0 for s in steps) / (128 * len(steps)))
+    assert counts is not None
+    nan_checks = [read for read in counts.host_reads if read.kind == "nan_check"]
+    assert sum(read.per_step for read in nan_checks) == 4, "two per micro-step"

@@ -2,7 +2,7 @@
 
 import math
 
-__all__ = ["counted", "milliseconds", "number"]
+__all__ = ["counted", "milliseconds", "number", "place", "times"]
 
 
 def number(value: float) -> str:
@@ -18,6 +18,16 @@ def counted(value: float, noun: str) -> str:
     """`value` and its noun, e.g. "1 sample", "64 tokens"."""
     plural = noun if value == 1 else f"{noun}{'es' if noun.endswith('s') else 's'}"
     return f"{number(value)} {plural}"
+
+
+def times(value: float) -> str:
+    """How often: "once", "twice", "3 times"."""
+    return {1: "once", 2: "twice"}.get(value) or f"{number(value)} times"
+
+
+def place(location: str) -> str:
+    """file:line without the file's folder; the finding's `location` has it whole."""
+    return location.replace("\\", "/").rpartition("/")[2]
 
 
 def milliseconds(seconds: float) -> str:

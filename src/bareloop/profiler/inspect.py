@@ -7,18 +7,11 @@ from statistics import median
 
 from bareloop.profiler.command import Command
 from bareloop.profiler.ledger import merged
-from bareloop.profiler.options import Options
+from bareloop.profiler.options import FIRST_STEPS, PILOT_STEPS, WINDOW_STEPS, Options
 from bareloop.profiler.session import Run, Session
 from bareloop.trace import ProcessFacts, Trace, decode
 
-__all__ = ["FIRST_STEPS", "STEPS_NEEDED", "Inspected", "inspect"]
-
-FIRST_STEPS = 6
-"""Steps that are observed number by number before the counting windows."""
-WINDOW_STEPS = 2
-PILOT_STEPS = 4
-STEPS_NEEDED = FIRST_STEPS + 2 * WINDOW_STEPS + PILOT_STEPS + 1
-"""Optimizer steps that a script must make to be looked at."""
+__all__ = ["Inspected", "inspect"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

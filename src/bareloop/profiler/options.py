@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 from bareloop.profiler.failures import UsageError
 
-__all__ = ["Options"]
+__all__ = ["FIRST_STEPS", "PILOT_STEPS", "STEPS_NEEDED", "WINDOW_STEPS", "Options"]
+
+FIRST_STEPS = 6
+"""Steps that a counting run observes number by number before its windows."""
+WINDOW_STEPS = 2
+"""Steps in each of its two counting windows."""
+PILOT_STEPS = 4
+"""Plain steps at its end, from which the timing launches are planned."""
+STEPS_NEEDED = FIRST_STEPS + 2 * WINDOW_STEPS + PILOT_STEPS + 1
+"""Optimizer steps that a script must make to be looked at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

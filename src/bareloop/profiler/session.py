@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from bareloop.profiler.command import Command
 from bareloop.profiler.failures import RunFailed, ScriptFailed
+from bareloop.profiler.options import STEPS_NEEDED
 
 __all__ = ["EndedEarly", "Run", "Session"]
 
@@ -123,6 +124,8 @@ class Session:
                 stdin=source,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                # Not a session of its own: on Linux each session gets its own scheduling group, and torch's threads,
+                # which spin while they wait for each other, then starve in turn (a first step took 8 s in place of 1).
                 process_group=0,
             )
         run = Run(command, path.stem, process)
@@ -369,8 +372,10 @@ def _ended(run: Run) -> str:
             f"{label} ended by itself without an optimizer step that bareloop could see. It may not train, or train in "
             "a process started with -S, -I or -E, or update parameters without torch.optim."
         )
-    step = run.ended_at_step
-    return f"{label} ended by itself after {step or 'too few'} optimizer steps: too few to look at. Give it more steps."
+    return (
+        f"{label} ended by itself after {run.ended_at_step or 'too few'} optimizer steps: too few to look at. "
+        f"Give it at least {STEPS_NEEDED} steps."
+    )
 
 
 def _failed(run: Run, code: int) -> str:

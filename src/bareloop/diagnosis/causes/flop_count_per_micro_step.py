@@ -52,6 +52,7 @@ from bareloop.diagnosis.call_sites import EVERY_STEP, CallSites, is_installed, s
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.settings import framework, versioned
 from bareloop.diagnosis.substitution import NothingToReplace, places, replaced
+from bareloop.diagnosis.wording import place, times
 from bareloop.trace import Builtin, FunctionCount, Trace
 
 __all__ = ["CAUSE"]
@@ -92,8 +93,8 @@ def detect(trace: Trace) -> Evidence | None:
     if trace.counts is None or not (functions or lines):
         return None
     micro_steps = max(trace.counts.micro_steps_per_step, 1.0)
-    said = [f"{call.function} is called {call.per_step / micro_steps:g} times per micro-step" for call in functions[:2]]
-    said += [f"{call.location} calls numel {call.per_step / micro_steps:g} times per micro-step" for call in lines[:2]]
+    said = [f"{call.function} is called {times(call.per_step / micro_steps)} per micro-step" for call in functions[:2]]
+    said += [f"{place(call.location)} calls numel {times(call.per_step / micro_steps)} per micro-step" for call in lines[:2]]
     first = functions[0] if functions else None
     location = (first.caller or f"{first.file}:{first.line}") if first else lines[0].location
     return Evidence(

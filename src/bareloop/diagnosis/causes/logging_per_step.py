@@ -54,6 +54,7 @@ from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.live_trainers import live_trainers
 from bareloop.diagnosis.settings import framework
 from bareloop.diagnosis.substitution import NothingToReplace, places, replaced
+from bareloop.diagnosis.wording import place
 from bareloop.trace import Builtin, FunctionCount, Trace
 
 __all__ = ["CAUSE"]
@@ -100,7 +101,7 @@ def detect(trace: Trace) -> Evidence | None:
     functions, lines = _functions(trace), _lines(trace)
     if not functions and not lines:
         return None
-    said = [f"{call.name} at {call.location} {call.per_step:g}" for call in lines[:2]]
+    said = [f"{call.name} at {place(call.location)} {call.per_step:g}" for call in lines[:2]]
     said += [f"{call.function} {call.per_step:g}" for call in functions[:3]]
     return Evidence(
         text=f"Calls per step that write or redraw: {', '.join(said)}",

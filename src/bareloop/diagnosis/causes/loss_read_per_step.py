@@ -51,6 +51,7 @@ from bareloop.diagnosis.call_sites import EVERY_STEP, sites_of
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.settings import framework
 from bareloop.diagnosis.stale_reads import stale_reads
+from bareloop.diagnosis.wording import counted, place
 from bareloop.trace import HostRead, Trace
 
 __all__ = ["CAUSE"]
@@ -87,10 +88,10 @@ def detect(trace: Trace) -> Evidence | None:
     if not reads:
         return None
     total = sum(read.per_step for read in reads)
-    places = ", ".join(f"{read.source or read.function} at {read.location}" for read in reads[:3])
+    places = ", ".join(f"{read.source or read.function} at {place(read.location)}" for read in reads[:3])
     more = f" and {len(reads) - 3} more" if len(reads) > 3 else ""
     return Evidence(
-        text=f"{total:g} values per step are read into Python: {places}{more}",
+        text=f"{counted(total, 'value')} per step read into Python: {places}{more}",
         counts={"reads_per_step": total, "lines": len({read.location for read in reads})},
         location=reads[0].location or None,
         data={"sites": sites_of(read.location for read in reads)},

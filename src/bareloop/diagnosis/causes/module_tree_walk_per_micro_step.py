@@ -45,6 +45,7 @@ from bareloop.diagnosis.call_sites import EVERY_STEP, is_installed, split_locati
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.settings import framework, versioned
 from bareloop.diagnosis.substitution import replaced
+from bareloop.diagnosis.wording import counted, times
 from bareloop.trace import Counts, Trace
 
 __all__ = ["CAUSE"]
@@ -64,7 +65,7 @@ def detect(trace: Trace) -> Evidence | None:
     micro_steps = max(counts.micro_steps_per_step, 1.0)
     return Evidence(
         text=(
-            f"Module.train is called {calls:g} times per step: {walks / micro_steps:.3g} walks per micro-step "
+            f"Module.train is called {times(calls)} per step: {counted(walks / micro_steps, 'walk')} per micro-step "
             f"over a tree of {counts.modules} modules"
         ),
         counts={
