@@ -8,14 +8,30 @@ import functools
 import os
 from collections.abc import Iterable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from bareloop.profiler.probes.sites import origin
 
-__all__ = ["EVERY_STEP", "CallSites", "Instruction", "is_installed", "same_file", "sites_of", "split_location"]
+__all__ = ["EVERY_STEP", "CallSites", "Instruction", "in_every_step", "is_installed", "same_file", "sites_of", "split_location"]
 
 EVERY_STEP = 0.9
 """Calls per step from which something counts as done in every step: 1, less what a window cut off at its edges."""
+
+
+class Counted(Protocol):
+    """A count of a trace: a host read, a function, a builtin."""
+
+    @property
+    def per_step(self) -> float: ...
+
+    @property
+    def in_every_step(self) -> bool: ...
+
+
+def in_every_step(count: Counted) -> bool:
+    """Whether it is done once a step at least, and not in bursts with steps between."""
+    return count.per_step >= EVERY_STEP and count.in_every_step
+
 
 Instruction = tuple[CodeType, int]
 """A place in code: the code object and the offset of the instruction that called."""

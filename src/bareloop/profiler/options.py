@@ -8,7 +8,7 @@ __all__ = ["FIRST_STEPS", "PILOT_STEPS", "STEPS_NEEDED", "WINDOW_STEPS", "Option
 
 FIRST_STEPS = 6
 """Steps that a counting run observes number by number before its windows."""
-WINDOW_STEPS = 2
+WINDOW_STEPS = 3
 """Steps in each of its two counting windows."""
 PILOT_STEPS = 4
 """Plain steps at its end, from which the timing launches are planned."""

@@ -24,6 +24,8 @@ class HostRead:
     phase: str
     in_user_code: bool = True
     """False when the line belongs to an installed package."""
+    in_every_step: bool = True
+    """False when it was missing in a step of the window: then it is done now and then, not per step."""
     op: str = ""
     """aten op that did the read: _local_scalar_dense, nonzero, ..."""
     device: str = ""
@@ -62,6 +64,8 @@ class FunctionCount:
     per_step: float
     caller: str = ""
     """file:line of the most frequent call site outside torch, "" when not recorded."""
+    in_every_step: bool = True
+    """False when it was missing in a step of the window: then it is done now and then, not per step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +77,8 @@ class Builtin:
     function: str
     per_step: float
     source: str = ""
+    in_every_step: bool = True
+    """False when it was missing in a step of the window: then it is done now and then, not per step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +98,8 @@ class Counts:
     """Modules in the trained model's tree."""
     module_train_calls_per_step: float = 0.0
     """Calls of Module.train, recursion counted."""
+    module_train_in_every_step: bool = True
+    """False when a step of the window had none: after an evaluation only, not per step."""
     host_reads: tuple[HostRead, ...] = ()
     collectives: tuple[Collective, ...] = ()
     copies: tuple[Copy, ...] = ()

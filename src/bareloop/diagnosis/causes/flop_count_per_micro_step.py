@@ -48,7 +48,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from bareloop.diagnosis.call_sites import EVERY_STEP, CallSites, is_installed, sites_of, split_location
+from bareloop.diagnosis.call_sites import CallSites, in_every_step, is_installed, sites_of, split_location
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.settings import framework, versioned
 from bareloop.diagnosis.substitution import NothingToReplace, places, replaced
@@ -70,7 +70,7 @@ _LAST: dict[Any, Any] = {}
 
 def _functions(trace: Trace) -> list[FunctionCount]:
     calls = trace.counts.functions if trace.counts is not None else ()
-    found = [call for call in calls if _COUNTING.search(call.function.split(".")[-1]) and call.per_step >= EVERY_STEP]
+    found = [call for call in calls if _COUNTING.search(call.function.split(".")[-1]) and in_every_step(call)]
     return sorted(found, key=lambda call: -call.per_step)
 
 
@@ -80,7 +80,7 @@ def _lines(trace: Trace) -> list[Builtin]:
     if not tensors:
         return []
     enough = max(2.0, _PARAMETER_SHARE * tensors)
-    return [call for call in calls if call.name in _NUMEL and call.per_step >= enough and not _is_package(call)]
+    return [call for call in calls if call.name in _NUMEL and call.per_step >= enough and call.in_every_step and not _is_package(call)]
 
 
 def _is_package(call: Builtin) -> bool:

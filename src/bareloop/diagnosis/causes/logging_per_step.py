@@ -49,7 +49,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from bareloop.diagnosis.call_sites import EVERY_STEP, CallSites, is_installed, same_file, sites_of, split_location
+from bareloop.diagnosis.call_sites import CallSites, in_every_step, is_installed, same_file, sites_of, split_location
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.live_trainers import live_trainers
 from bareloop.diagnosis.settings import framework
@@ -79,7 +79,7 @@ _OUT_OF_REACH = 1 << 60
 
 def _functions(trace: Trace) -> list[FunctionCount]:
     calls = trace.counts.functions if trace.counts is not None else ()
-    found = [call for call in calls if call.per_step >= EVERY_STEP and _is_logging(call.function)]
+    found = [call for call in calls if in_every_step(call) and _is_logging(call.function)]
     asked = any(_ASKED.search(call.function) for call in found)
     if not asked and trace.pilot_s_per_step is not None and trace.pilot_s_per_step < _REDRAWS_EVERY_S:
         found = [call for call in found if not _TIMED.search(call.function)]
@@ -92,7 +92,7 @@ def _is_logging(function: str) -> bool:
 
 def _lines(trace: Trace) -> list[Builtin]:
     calls = trace.counts.builtins if trace.counts is not None else ()
-    found = [call for call in calls if call.name in _BUILTINS and call.per_step >= EVERY_STEP and call.location]
+    found = [call for call in calls if call.name in _BUILTINS and in_every_step(call) and call.location]
     return [call for call in found if not is_installed(split_location(call.location)[0])]
 
 
@@ -119,7 +119,7 @@ def detect(trace: Trace) -> Evidence | None:
 def _caller(trace: Trace) -> str | None:
     """The user's line that logs (through logging's info, warning, ... too); else the line of a package."""
     calls = trace.counts.functions if trace.counts is not None else ()
-    entries = [call for call in calls if call.per_step >= EVERY_STEP and call.caller]
+    entries = [call for call in calls if in_every_step(call) and call.caller]
     entries = [call for call in entries if _is_logging(call.function) or _LEVELS.search(call.function)]
     entries.sort(key=lambda call: is_installed(split_location(call.caller)[0]))
     return entries[0].caller if entries else None

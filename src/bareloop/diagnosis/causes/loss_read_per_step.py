@@ -47,7 +47,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from bareloop.diagnosis.call_sites import EVERY_STEP, sites_of
+from bareloop.diagnosis.call_sites import in_every_step, sites_of
 from bareloop.diagnosis.evidence import Cause, Evidence
 from bareloop.diagnosis.settings import framework
 from bareloop.diagnosis.stale_reads import stale_reads
@@ -67,7 +67,7 @@ def _reads(trace: Trace) -> list[HostRead]:
     counts = trace.counts
     if counts is None:
         return []
-    reads = [read for read in counts.host_reads if read.per_step >= EVERY_STEP and _is_value(read)]
+    reads = [read for read in counts.host_reads if in_every_step(read) and _is_value(read)]
     return sorted(reads, key=lambda read: (not read.in_user_code, -read.per_step))
 
 

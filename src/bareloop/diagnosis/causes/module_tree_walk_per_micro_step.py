@@ -60,7 +60,7 @@ def detect(trace: Trace) -> Evidence | None:
         return None
     calls = counts.module_train_calls_per_step
     walks = calls / counts.modules
-    if walks < EVERY_STEP:
+    if walks < EVERY_STEP or not counts.module_train_in_every_step:
         return None
     micro_steps = max(counts.micro_steps_per_step, 1.0)
     return Evidence(

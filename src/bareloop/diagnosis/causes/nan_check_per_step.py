@@ -67,7 +67,7 @@ def _reads(trace: Trace) -> list[HostRead]:
     counts = trace.counts
     if counts is None:
         return []
-    reads = [read for read in counts.host_reads if _is_check(read) and "nonzero" not in read.op]
+    reads = [read for read in counts.host_reads if _is_check(read) and read.in_every_step and "nonzero" not in read.op]
     return sorted(reads, key=lambda read: -read.per_step)
 
 

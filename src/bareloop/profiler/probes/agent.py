@@ -76,6 +76,7 @@ class Agent:
         self.last_loader: Any = None
         self.optimizers: dict[int, Any] = {}
         self.evaluated = False
+        self.gradients_ready = False
         self.inspection: Inspection | None = None
         self.turn: Turn | None = None
         self.channel: Channel | None = None
@@ -118,6 +119,7 @@ class Agent:
             self._observe(self._wait_for_the_others)
         if self.heavy and self._is_mine():
             self._observe(self.window.add_backward, tensors)
+        self.gradients_ready = True
 
     def clipped(self, kind: str, limit: float, norm: Any) -> None:
         """See `patches.Listener`."""
@@ -147,6 +149,7 @@ class Agent:
             self.clock.thread = threading.get_ident()  # the script trains in a thread of its own
         if id(optimizer) not in self.calls:
             self._met(optimizer)
+        self.gradients_ready = False
         boundary = self.cycle.stepped(id(optimizer))
         if skipped and self.heavy:
             self.window.optimizers.setdefault(id(optimizer), optimizer)
@@ -199,6 +202,7 @@ class Agent:
         self.roots.settle()
         if next(iter(self.optimizers.values())).param_groups[0]["params"][0].is_cuda:
             self.clock.use_cuda()
+            patches.watch_transfers(self)
         if self.settings["role"] == "inspect":
             self.inspection = Inspection(self)
             self._at_boundary = self._inspecting

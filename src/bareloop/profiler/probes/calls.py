@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from bareloop.profiler.probes.every_step import EveryStep
 from bareloop.profiler.probes.lifetime import Lifetime
 from bareloop.profiler.probes.operators import OperatorCounter
 from bareloop.profiler.probes.sites import Site, caller_outside_torch, calling_place, function_name, origin, site_at
@@ -45,6 +46,7 @@ class CallsFacts:
     modules: int
     """Modules in the model's tree, a shared one once; 0 without a model."""
     module_train_calls_per_step: float
+    module_train_in_every_step: bool
     functions: tuple[FunctionCount, ...]
     """Most frequent first."""
     builtins: tuple[Builtin, ...]
@@ -79,6 +81,7 @@ class CallsWindow:
         self._callers: Counter[tuple[CodeType, CodeType, int]] = Counter()
         self._lines: dict[tuple[CodeType, int], str] = {}
         self._builtins: Counter[tuple[str, Site]] = Counter()
+        self._every_step = EveryStep(self._functions, self._builtins)
 
     def start(self) -> None:
         """Begins to count in this thread.
@@ -96,6 +99,10 @@ class CallsWindow:
             return
         self._hook = _out_of_dynamo(self._event)
         sys.setprofile(self._hook)
+
+    def step_ended(self) -> None:
+        """Marks a step boundary within the window."""
+        self._every_step.mark()
 
     def stop(self) -> None:
         """Ends counting and puts back the script's own profile function.
@@ -125,6 +132,7 @@ class CallsWindow:
             ops_by_phase=_per_step(operators or {}, steps),
             modules=0 if self._model is None else sum(1 for _ in self._model.modules()),
             module_train_calls_per_step=self._functions[_module_train()] / steps,
+            module_train_in_every_step=self._every_step.grew(self._functions, _module_train()),
             functions=() if self._note else self._function_counts(steps),
             builtins=tuple(
                 Builtin(
@@ -133,6 +141,7 @@ class CallsWindow:
                     function=site.function,
                     per_step=count / steps,
                     source=site.source,
+                    in_every_step=self._every_step.grew(self._builtins, (name, site)),
                 )
                 for (name, site), count in self._builtins.most_common()
             ),
@@ -201,6 +210,7 @@ class CallsWindow:
                 function=function_name(code),
                 per_step=self._functions[code] / steps,
                 caller=callers.get(code, ""),
+                in_every_step=self._every_step.grew(self._functions, code),
             )
             for code in [*kept, *watched]
         )

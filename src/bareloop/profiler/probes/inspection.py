@@ -39,6 +39,7 @@ class Inspection:
         """Called at each boundary, with the frame that is stepping; True when all windows are over."""
         if self._left:
             self._left -= 1
+            self._windows[len(self._done)].step_ended()
             if self._left:
                 return False
             window = self._windows[len(self._done)]
@@ -126,6 +127,7 @@ class Inspection:
             python_calls_by_phase=calls.python_calls_by_phase,
             modules=calls.modules,
             module_train_calls_per_step=calls.module_train_calls_per_step,
+            module_train_in_every_step=calls.module_train_in_every_step,
             functions=calls.functions,
             builtins=calls.builtins,
         )

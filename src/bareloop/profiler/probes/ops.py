@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from bareloop.profiler.probes.collectives import collective_name, largest_side_bytes
+from bareloop.profiler.probes.every_step import EveryStep
 from bareloop.profiler.probes.lifetime import Lifetime
 from bareloop.profiler.probes.sites import Site, caller_outside_torch, expression, site_at
 from bareloop.profiler.probes.transfers import COPIES, READS, Transfer, copies_of
@@ -88,6 +89,7 @@ class OpsWindow:
         self._collectives: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         self._copies: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         self._matmuls: Counter[str] = Counter()
+        self._every_step = EveryStep(self._reads)
 
     def start(self) -> None:
         """Begins to count in this thread and in the backward passes that it starts.
@@ -98,6 +100,10 @@ class OpsWindow:
         self._lifetime.start()
         self._mode = _watching_mode()(self._observe)
         _insert_below_script_modes(self._mode)
+
+    def step_ended(self) -> None:
+        """Marks a step boundary within the window."""
+        self._every_step.mark()
 
     def stop(self) -> None:
         """Ends counting and takes the mode off the stack, wherever on it the mode is by now.
@@ -125,8 +131,8 @@ class OpsWindow:
             issued_per_step=self._issued.total() / steps,
             issued_by_phase={phase: count / steps for phase, count in self._issued.items()},
             host_reads=tuple(
-                _host_read(site, kind, op, device, phase, count / steps)
-                for (site, kind, op, device, phase), count in self._reads.most_common()
+                _host_read(*key, per_step=count / steps, in_every_step=self._every_step.grew(self._reads, key))
+                for key, count in self._reads.most_common()
             ),
             collectives=tuple(
                 Collective(op=op, per_step=calls / steps, bytes_per_step=size / steps, phase=phase)
@@ -187,7 +193,9 @@ class OpsWindow:
         self._reads[site, kind, operator.partition("::")[2], device, phase] += 1
 
 
-def _host_read(site: Site, kind: str, op: str, device: str, phase: str, per_step: float) -> HostRead:
+def _host_read(
+    site: Site, kind: str, op: str, device: str, phase: str, *, per_step: float, in_every_step: bool
+) -> HostRead:
     return HostRead(
         location=site.location,
         function=site.function,
@@ -198,6 +206,7 @@ def _host_read(site: Site, kind: str, op: str, device: str, phase: str, per_step
         in_user_code=site.in_user_code,
         op=op,
         device=device,
+        in_every_step=in_every_step,
     )
 
 

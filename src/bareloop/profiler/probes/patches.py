@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from bareloop.profiler.probes.phase_clock import PhaseClock, phase_index
 
-__all__ = ["Listener", "batch_override", "clip_override", "install", "replace", "uninstall"]
+__all__ = ["Listener", "batch_override", "clip_override", "install", "replace", "uninstall", "watch_transfers"]
 
 clip_override: Callable[..., Any] | None = None
 """Called instead of torch's clip_grad_norm_ with its arguments, when an ablation sets it."""
@@ -27,6 +27,8 @@ class Listener(Protocol):
     """What the wrappers report to."""
 
     clock: PhaseClock
+    gradients_ready: bool
+    """True from a backward to the optimizer step: what is reduced meanwhile are gradients."""
 
     def loaded(self, loader: Any, batch: Any) -> Any:
         """A loader yielded a batch; returns what the script gets."""
@@ -72,6 +74,7 @@ def install(listener: Listener) -> None:
     _gradients(torch, listener)
     _schedulers(torch, listener)
     _scalers(torch, listener)
+    _reductions(torch, listener)
     _ports(torch)
     replace(torch, "save", _saving(torch.save, listener))
 
@@ -228,6 +231,45 @@ def _scalers(torch: Any, listener: Listener) -> None:
 
     replace(kind, "scale", scaled)
     replace(kind, "step", stepped)
+
+
+def _reductions(torch: Any, listener: Listener) -> None:
+    """Gradients that the loop reduces by hand. What DDP and FSDP reduce overlaps backward and is part of it."""
+    if not torch.distributed.is_available():
+        return
+    distributed = torch.distributed
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        timed = _in_phase(function, listener, "gradient reduction")
+
+        @functools.wraps(function)
+        def reduction(*args: Any, **kwargs: Any) -> Any:
+            return (timed if listener.gradients_ready else function)(*args, **kwargs)
+
+        return reduction
+
+    for name in ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"):
+        if hasattr(distributed, name):
+            wrapped = wrap(getattr(distributed, name))
+            replace(distributed, name, wrapped)
+            replace(distributed.distributed_c10d, name, wrapped)
+
+
+def watch_transfers(listener: Listener) -> None:
+    """Times copies of host tensors to the device, once the script is known to train on one."""
+    import torch
+
+    for name in ("to", "cuda"):
+        original = getattr(torch.Tensor, name)
+        replace(torch.Tensor, name, _transfer(original, _in_phase(original, listener, "transfer")))
+
+
+def _transfer(original: Callable[..., Any], timed: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def transfer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (original if self.is_cuda else timed)(self, *args, **kwargs)
+
+    return transfer
 
 
 def _ports(torch: Any) -> None:
