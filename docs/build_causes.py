@@ -1,6 +1,6 @@
 """Writes docs/causes/: one page per cause, from the docstring of its file.
 
-    python docs/build_causes.py
+python docs/build_causes.py
 """
 
 import inspect

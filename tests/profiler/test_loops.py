@@ -117,7 +117,7 @@ def test_transformers_trainer() -> None:
     assert work.max_grad_norm == 1.0
     assert work.weight_decay == (0.1, 0.0), "the Trainer exempts biases and norms"
     assert work.autocast == "bfloat16"
-    assert set(work.matmul_dtypes) == {"bfloat16"}
+    assert max(work.matmul_dtypes, key=work.matmul_dtypes.__getitem__) == "bfloat16"
     steps = seen.trace.first.steps
     assert work.padding_share == pytest.approx(1 - sum(s.real_tokens or 0 for s in steps) / (128 * len(steps)))
     assert counts is not None

@@ -39,7 +39,7 @@ class Notes:
         return batch
 
     def backward(self, tensors: Any) -> None:
-        self.heard.append(("backward", float(tensors)))
+        self.heard.append(("backward", float(tensors.detach())))
 
     def clipped(self, kind: str, limit: float, norm: Any) -> None:
         self.heard.append(("clipped", kind, limit))
@@ -59,12 +59,19 @@ class Notes:
 
 @pytest.fixture
 def notes() -> Any:
-    before = [dict(vars(owner)) for owner in OWNERS]
+    before = {id(owner): dict(vars(owner)) for owner in OWNERS}
     listener = Notes()
     patches.install(listener)
+    patches.watch_transfers(listener)
+    wrapped = [(owner, name) for owner, name, _ in patches._replaced]
+    assert {id(owner) for owner, _ in wrapped} >= {id(owner) for owner in OWNERS}
     yield listener
     patches.uninstall()
-    assert [dict(vars(owner)) for owner in OWNERS] == before, "the very objects are back, and nothing else is there"
+    for owner, name in wrapped:
+        if id(owner) in before:
+            was = before[id(owner)]
+            assert (name in vars(owner)) == (name in was), f"{owner}.{name}: what was inherited is inherited again"
+            assert vars(owner).get(name) is was.get(name), f"{owner}.{name} is the very object again"
 
 
 def steps() -> list[torch.Tensor]:
@@ -122,7 +129,6 @@ def test_a_clip_that_an_ablation_overrides(notes: Notes, monkeypatch: pytest.Mon
 
 
 def test_host_tensors_that_move_are_a_transfer(notes: Notes) -> None:
-    patches.watch_transfers(notes)
     notes.clock.reset()
     torch.ones(2).to(torch.float64)
     spent = dict(zip(PHASES, notes.clock.resolve(), strict=True))

@@ -12,7 +12,16 @@ from typing import Any, Protocol
 
 from bareloop.profiler.probes.sites import origin
 
-__all__ = ["EVERY_STEP", "CallSites", "Instruction", "in_every_step", "is_installed", "same_file", "sites_of", "split_location"]
+__all__ = [
+    "EVERY_STEP",
+    "CallSites",
+    "Instruction",
+    "in_every_step",
+    "is_installed",
+    "same_file",
+    "sites_of",
+    "split_location",
+]
 
 EVERY_STEP = 0.9
 """Calls per step from which something counts as done in every step: 1, less what a window cut off at its edges."""

@@ -22,7 +22,7 @@ def counted(value: float, noun: str) -> str:
 
 def times(value: float) -> str:
     """How often: "once", "twice", "3 times"."""
-    return {1: "once", 2: "twice"}.get(value) or f"{number(value)} times"
+    return "once" if value == 1 else "twice" if value == 2 else f"{number(value)} times"
 
 
 def place(location: str) -> str:

@@ -80,7 +80,11 @@ def _lines(trace: Trace) -> list[Builtin]:
     if not tensors:
         return []
     enough = max(2.0, _PARAMETER_SHARE * tensors)
-    return [call for call in calls if call.name in _NUMEL and call.per_step >= enough and call.in_every_step and not _is_package(call)]
+    return [
+        call
+        for call in calls
+        if call.name in _NUMEL and call.per_step >= enough and call.in_every_step and not _is_package(call)
+    ]
 
 
 def _is_package(call: Builtin) -> bool:
@@ -94,7 +98,9 @@ def detect(trace: Trace) -> Evidence | None:
         return None
     micro_steps = max(trace.counts.micro_steps_per_step, 1.0)
     said = [f"{call.function} is called {times(call.per_step / micro_steps)} per micro-step" for call in functions[:2]]
-    said += [f"{place(call.location)} calls numel {times(call.per_step / micro_steps)} per micro-step" for call in lines[:2]]
+    said += [
+        f"{place(call.location)} calls numel {times(call.per_step / micro_steps)} per micro-step" for call in lines[:2]
+    ]
     first = functions[0] if functions else None
     location = (first.caller or f"{first.file}:{first.line}") if first else lines[0].location
     return Evidence(
