@@ -164,7 +164,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pool = json.loads(arguments.read.read_text()) if arguments.read else collect(arguments)
     step_s = median(one["base"] for rounds in pool for one in rounds)
-    keys = [key for key in pool[0][0] if key != "base"]
+    keys = sorted((key for key in pool[0][0] if key != "base"), key=lambda key: (key != "control", key.zfill(3)))
     print(f"{arguments.condition}: base step {1000 * step_s:.2f} ms, {len(pool)} launches of {len(pool[0])} rounds\n")
     print("\n".join(table(pool, keys, sizes(pool, arguments.startup), arguments.draws)))
 
