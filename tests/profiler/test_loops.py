@@ -123,3 +123,11 @@ def test_transformers_trainer() -> None:
     assert counts is not None
     nan_checks = [read for read in counts.host_reads if read.kind == "nan_check"]
     assert sum(read.per_step for read in nan_checks) == 4, "two per micro-step"
+
+
+def test_a_process_that_is_left_alone_trains_on_unharmed() -> None:
+    """The second of two independent processes is told to go on by itself, in the middle of its optimizer's step."""
+    seen = look("independent_processes.py")
+    assert seen.trace.work.world_size == 1
+    assert seen.trace.first.counts is not None
+    assert any("2 processes that are not ranks of each other" in note for note in seen.notes)

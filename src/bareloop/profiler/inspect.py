@@ -38,14 +38,10 @@ def inspect(commands: Mapping[str, Command], options: Options, deadline_s: float
     with Session(stdin=options.stdin) as session:
         started_s = time.monotonic()
         runs = {name: session.launch(command, name, settings) for name, command in commands.items()}
-        startup_s, messages, pilot_s = {}, {}, {}
         session.start(list(runs.values()), deadline_s)
-        ready_s = time.monotonic() - started_s
-        for name, run in runs.items():
-            messages[name] = session.advance(run, "facts", deadline_s)
-            startup_s[name] = ready_s
-        for name, run in runs.items():
-            pilot_s[name] = _pilot(session, run, deadline_s)
+        startup_s = time.monotonic() - started_s
+        messages = {name: session.advance(run, "facts", deadline_s) for name, run in runs.items()}
+        pilot_s = {name: _pilot(session, run, deadline_s) for name, run in runs.items()}
         session.stop(list(runs.values()))
         notes = {name: _notes(run.others, session.late, run.command.label) for name, run in runs.items()}
     return {
@@ -53,7 +49,7 @@ def inspect(commands: Mapping[str, Command], options: Options, deadline_s: float
             command=commands[name],
             trace=replace(
                 _trace(commands[name], by_rank),
-                startup_s=startup_s[name],
+                startup_s=startup_s,
                 pilot_s_per_step=pilot_s[name],
             ),
             optimizers=max(message["optimizers"] for message in by_rank.values()),

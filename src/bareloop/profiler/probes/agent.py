@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -81,7 +80,6 @@ class Agent:
         self.turn: Turn | None = None
         self.channel: Channel | None = None
         self.stopping = False
-        self.started_s = time.time()
         self._windows: list[StepWindow] = []
         self._at_boundary: Callable[[bool], None] = self._first_steps
         patches.install(self)
@@ -227,12 +225,10 @@ class Agent:
     def _inspecting(self, skipped: bool) -> None:
         assert self.inspection is not None
         if self.inspection.advance(sys._getframe(1)):
-            self._connect()
             self._say({"type": "facts", **self.inspection.message()})
             self._obey()
 
     def _ready(self) -> None:
-        self._connect()
         self._say({"type": "ready", "step": self.index})
         self._obey()
 
@@ -269,11 +265,14 @@ class Agent:
         raise StopRun(0)
 
     def _leave_alone(self) -> None:
-        """From here on the script runs unwatched: another process speaks for it, or a probe of ours broke."""
+        """From here on the script runs unwatched: another process speaks for it, or a probe of ours broke.
+
+        It is called inside an optimizer's step, where torch goes through its hooks: ours stay among them, idle.
+        """
         self.heavy = False
         self._at_boundary = _nothing
         self.roots.stop()
-        patches.uninstall()
+        patches.unwrap()
 
     # The line to bareloop.
 

@@ -11,7 +11,16 @@ from typing import Any, Protocol
 
 from bareloop.profiler.probes.phase_clock import PhaseClock, phase_index
 
-__all__ = ["Listener", "batch_override", "clip_override", "install", "replace", "uninstall", "watch_transfers"]
+__all__ = [
+    "Listener",
+    "batch_override",
+    "clip_override",
+    "install",
+    "replace",
+    "uninstall",
+    "unwrap",
+    "watch_transfers",
+]
 
 clip_override: Callable[..., Any] | None = None
 """Called instead of torch's clip_grad_norm_ with its arguments, when an ablation sets it."""
@@ -80,15 +89,20 @@ def install(listener: Listener) -> None:
 
 
 def uninstall() -> None:
-    """Puts back what was replaced, last first."""
+    """Takes wrappers and hooks out. Not from within an optimizer's step: torch is going through its hooks then."""
+    unwrap()
+    while _hooks:
+        _hooks.pop().remove()
+
+
+def unwrap() -> None:
+    """Puts back what was replaced, last first; the hooks stay, and their listener may do nothing."""
     while _replaced:
         owner, name, value = _replaced.pop()
         if value is _MISSING:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
-    while _hooks:
-        _hooks.pop().remove()
 
 
 def _in_phase(function: Callable[..., Any], listener: Listener, phase: str) -> Callable[..., Any]:
