@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from bareloop.diagnosis.evidence import Finding, SpeedVerdict
+from bareloop.diagnosis.evidence import Combined, Finding, SpeedVerdict
 from bareloop.diagnosis.ranking import order, unexplained
 
 
@@ -118,3 +118,24 @@ def test_no_numbers_no_remainder():
 def test_a_shown_finding_without_an_interval_is_refused():
     with pytest.raises(ValueError, match="'x' of script 'b' is shown without a saving"):
         unexplained(speed(0.02, 0.03), [finding("x", "shown", script="b")])
+
+
+def together(script: str, saving: float, status: str = "shown", half: float = 0.0005) -> Combined:
+    return Combined(
+        script=script, causes=("x", "y"), status=status, saving_s_per_step=saving, low=saving - half, high=saving + half
+    )
+
+
+def test_causes_taken_away_at_once_stand_for_their_sum():
+    shown = [finding("x", "shown", 0.006, script="b"), finding("z", "shown", 0.001, script="a")]
+    rest = unexplained(speed(0.020, 0.030), shown, [together("b", 0.008)])
+    assert rest is not None
+    assert rest.s_per_step == pytest.approx(0.010 - 0.008 + 0.001)
+    assert "all 2 causes of b taken away at once and the shown causes account for 7 ms" in rest.sentence
+
+
+def test_what_was_not_shown_at_once_falls_back_to_the_shown_causes():
+    shown = [finding("x", "shown", 0.006, script="b")]
+    rest = unexplained(speed(0.020, 0.030), shown, [together("b", 0.004, "counted", half=0.005)])
+    assert rest is not None
+    assert rest.s_per_step == pytest.approx(0.004)

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 from bareloop.diagnosis.evidence import (
+    Combined,
     Comparison,
     Control,
     Diagnosis,
@@ -273,6 +274,17 @@ def findings() -> tuple[Finding, ...]:
     )
 
 
+def together() -> Combined:
+    """All causes of the Trainer away at once."""
+    causes = (
+        "module_walk_per_micro_step",
+        "gradient_clipping_on_one_side",
+        "flop_count_per_micro_step",
+        "host_read_nan_filter",
+    )
+    return Combined(script="a", causes=causes, status="shown", saving_s_per_step=1.02e-3, low=0.88e-3, high=1.16e-3)
+
+
 def comparison() -> Comparison:
     """Equal work, different math, b faster."""
     return Comparison(
@@ -322,6 +334,7 @@ def comparison() -> Comparison:
         ),
         findings=findings(),
         unexplained=Unexplained(s_per_step=-0.31e-3, low=-0.55e-3, high=-0.07e-3, share=0.24),
+        combined=(together(),),
         phases={"a": phases(trainer=True), "b": phases(trainer=False)},
         wall_s=117.2,
         budget_s=120.0,
@@ -366,6 +379,7 @@ def unequal_comparison() -> Comparison:
         ),
         findings=(),
         unexplained=None,
+        combined=(),
         phases={},
         notes=(),
     )
@@ -391,6 +405,7 @@ def diagnosis() -> Diagnosis:
             resolution=0.02,
         ),
         findings=tuple(finding for finding in findings() if finding.script == "a"),
+        combined=(together(),),
         wall_s=98.6,
         budget_s=120.0,
         version="0.1.0",

@@ -11,7 +11,7 @@ from bareloop.diagnosis.equal_math import equal_math
 from bareloop.diagnosis.equal_work import equal_work, per_unit
 from bareloop.diagnosis.evidence import Comparison, Control, SpeedVerdict
 from bareloop.diagnosis.explain import phases
-from bareloop.diagnosis.findings import findings, suspects
+from bareloop.diagnosis.findings import combined, findings, suspects
 from bareloop.diagnosis.measure import Measured, measure
 from bareloop.diagnosis.ranking import unexplained
 from bareloop.profiler.command import Command
@@ -38,6 +38,7 @@ def compare(a: Command, b: Command, options: Options, *, progress: Callable[[str
     found = suspects(traces)
     measured = measure(seen, PARTICIPANTS, found, options, started_s, progress)
     all_findings = findings(found, traces, measured)
+    together = combined(found, measured)
     speed = equal_speed(traces["a"], traces["b"], measured)
     return Comparison(
         a=traces["a"],
@@ -46,7 +47,8 @@ def compare(a: Command, b: Command, options: Options, *, progress: Callable[[str
         math=equal_math(traces["a"], traces["b"]),
         speed=speed,
         findings=all_findings,
-        unexplained=unexplained(speed, all_findings),
+        unexplained=unexplained(speed, all_findings, together),
+        combined=together,
         phases={"a": phases("a", measured), "b": phases("b", measured)},
         wall_s=time.monotonic() - started_s,
         budget_s=options.budget_s,

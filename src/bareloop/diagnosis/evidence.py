@@ -11,6 +11,7 @@ __all__ = [
     "COMPARISON_SCHEMA",
     "DIAGNOSIS_SCHEMA",
     "Cause",
+    "Combined",
     "Comparison",
     "Control",
     "Diagnosis",
@@ -94,6 +95,22 @@ class Finding:
     control_low: float | None = None
     control_high: float | None = None
     """95 % interval of the null ablation's saving in the same turns: what "nothing" looks like."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combined:
+    """All causes of a script that have an ablation, taken away in the same turns: savings that overlap count once, and
+    savings that are each too small to be shown can be shown together."""
+
+    script: str
+    """"a" or "b"."""
+    causes: tuple[str, ...]
+    status: str
+    """As `Finding.status`: "shown", "counted" or "refuted"."""
+    saving_s_per_step: float
+    low: float
+    high: float
+    """95 % interval of the saving, seconds per step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,6 +227,8 @@ class Comparison:
     findings: tuple[Finding, ...]
     """Largest shown saving first."""
     unexplained: Unexplained | None
+    combined: tuple[Combined, ...] = ()
+    """What all causes of a script save together, where it has several that can be taken away."""
     phases: Mapping[str, Phases | None] = field(default_factory=dict)
     """"a", "b" -> phases."""
     wall_s: float = 0.0
@@ -232,6 +251,8 @@ class Diagnosis:
     """Counts of the first process (`Trace.counts`)."""
     timing: Timing | None
     findings: tuple[Finding, ...]
+    combined: tuple[Combined, ...] = ()
+    """What all causes save together, where several can be taken away."""
     wall_s: float = 0.0
     budget_s: float = 0.0
     notes: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from statistics import fmean
 import bareloop
 from bareloop.benchmark import as_ratio, difference, resolution
 from bareloop.diagnosis.evidence import Control, Diagnosis, Timing
-from bareloop.diagnosis.findings import findings, suspects
+from bareloop.diagnosis.findings import combined, findings, suspects
 from bareloop.diagnosis.measure import Measured, measure
 from bareloop.profiler.command import Command
 from bareloop.profiler.inspect import inspect
@@ -38,6 +38,7 @@ def explain(command: Command, options: Options, *, progress: Callable[[str], Non
         counts=seen.trace.counts,
         timing=_timing(measured),
         findings=findings(found, {"a": seen.trace}, measured),
+        combined=combined(found, measured),
         wall_s=time.monotonic() - started_s,
         budget_s=options.budget_s,
         notes=(*seen.notes, *measured.notes),

@@ -5,12 +5,12 @@ from statistics import fmean
 
 from bareloop.benchmark import Difference, difference, saving_status
 from bareloop.diagnosis.causes import CAUSES
-from bareloop.diagnosis.evidence import Cause, Finding
-from bareloop.diagnosis.measure import Measured, Suspect
+from bareloop.diagnosis.evidence import Cause, Combined, Finding
+from bareloop.diagnosis.measure import Measured, Suspect, all_key
 from bareloop.diagnosis.ranking import order
 from bareloop.trace import Trace
 
-__all__ = ["findings", "suspects"]
+__all__ = ["combined", "findings", "suspects"]
 
 
 def suspects(traces: Mapping[str, Trace]) -> list[Suspect]:
@@ -32,6 +32,28 @@ def findings(seen: Sequence[Suspect], traces: Mapping[str, Trace], measured: Mea
     return order([_finding(suspect, traces[suspect.script], measured) for suspect in seen])
 
 
+def combined(seen: Sequence[Suspect], measured: Measured) -> tuple[Combined, ...]:
+    """What all causes of a script save together, for each script that has several with an ablation."""
+    found = []
+    for script in sorted({suspect.script for suspect in seen}):
+        key = all_key(script)
+        saving = _saving(script, key, measured)
+        if saving is None or key in measured.errors:
+            continue
+        causes = [one for one in seen if one.script == script and one.cause.ablate and one.key not in measured.errors]
+        found.append(
+            Combined(
+                script=script,
+                causes=tuple(one.cause.code for one in causes),
+                status=saving_status(saving, _control(script, measured), _step_s(script, measured)),
+                saving_s_per_step=saving.estimate,
+                low=saving.low,
+                high=saving.high,
+            )
+        )
+    return tuple(found)
+
+
 def _finding(suspect: Suspect, trace: Trace, measured: Measured) -> Finding:
     cause, evidence = suspect.cause, suspect.evidence
     status, reason = cause.status, cause.no_ablation
@@ -40,11 +62,11 @@ def _finding(suspect: Suspect, trace: Trace, measured: Measured) -> Finding:
         if suspect.key in measured.errors:
             status, reason = _untried(cause), measured.errors[suspect.key]
         elif not any(measured.paired(_of(suspect.key))):
-            status, reason = _untried(cause), "ablations were switched off"
+            why = "no round with it taken away was completed" if measured.ablated else "ablations were switched off"
+            status, reason = _untried(cause), why
         else:
-            saving, control = _saving(suspect, measured), _control(suspect, measured)
-            step_s = fmean([times for launch in measured.paired(_of(suspect.script)) for times in launch])
-            status, reason = saving_status(saving, control, step_s), ""
+            saving, control = _saving(suspect.script, suspect.key, measured), _control(suspect.script, measured)
+            status, reason = saving_status(saving, control, _step_s(suspect.script, measured)), ""
     return Finding(
         cause=cause.code,
         title=cause.title,
@@ -74,9 +96,12 @@ def _of(key: str) -> Callable[[Mapping[str, float]], float | None]:
     return lambda times: times.get(key)
 
 
-def _saving(suspect: Suspect, measured: Measured) -> Difference | None:
-    """Plain turns minus turns with the cause away, seconds per step. Both plain turns of the round are the baseline."""
-    script, key = suspect.script, suspect.key
+def _step_s(script: str, measured: Measured) -> float:
+    return fmean([times for launch in measured.paired(_of(script)) for times in launch])
+
+
+def _saving(script: str, key: str, measured: Measured) -> Difference | None:
+    """Plain turns minus the turns of this key, seconds per step. Both plain turns of the round are the baseline."""
 
     def saved(times: Mapping[str, float]) -> float | None:
         if key not in times:
@@ -87,9 +112,9 @@ def _saving(suspect: Suspect, measured: Measured) -> Difference | None:
     return difference(measured.paired_medians(saved), pool=True)
 
 
-def _control(suspect: Suspect, measured: Measured) -> Difference | None:
+def _control(script: str, measured: Measured) -> Difference | None:
     """The null ablation: a plain turn minus the other plain turn of the same round."""
-    script, null = suspect.script, f"{suspect.script}:null"
+    null = f"{script}:null"
     return difference(
         measured.paired_medians(lambda times: times[script] - times[null] if null in times else None), pool=True
     )

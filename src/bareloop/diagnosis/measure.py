@@ -1,7 +1,7 @@
 """Timing launches of the scripts and of their ablations, planned into the budget.
 
 A round holds one turn of each script, one more of each (the null ablation, or for a comparison a second process of a:
-the control) and one turn per cause that can be taken away.
+the control), one turn per cause that can be taken away, and one with all causes of a script away where it has several.
 """
 
 import os
@@ -18,7 +18,7 @@ from bareloop.profiler.inspect import Inspected
 from bareloop.profiler.options import Options
 from bareloop.profiler.turns import AblationBroke, Launched, Participant, Timed, TurnKind, memory_allows, time_launch
 
-__all__ = ["Measured", "Suspect", "measure"]
+__all__ = ["Measured", "Suspect", "all_key", "measure"]
 
 Value = Callable[[Mapping[str, float]], float | None]
 """A function of a round's step times: key of a turn -> seconds per step."""
@@ -41,6 +41,11 @@ class Suspect:
         return f"{self.script}:{self.cause.code}"
 
 
+def all_key(script: str) -> str:
+    """Key of the turns with all causes of a script away."""
+    return f"{script}:all"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """All timing launches."""
@@ -50,6 +55,8 @@ class Measured:
     together: bool
     errors: Mapping[str, str] = field(default_factory=dict)
     """Key of an ablation -> why it was not examined."""
+    ablated: bool = True
+    """False when ablations were switched off."""
     notes: tuple[str, ...] = ()
 
     def paired(self, value: Value) -> list[list[float]]:
@@ -115,15 +122,13 @@ class _Launches:
 
     def all(self) -> Measured:
         plan = self._plan()
-        kinds = self._kinds(plan)
         done: list[Launched] = []
         while len(done) < plan.launches and self._time_for_another(plan, len(done)):
             self.progress(f"timing launch {len(done) + 1} of {plan.launches}")
-            kinds = [kind for kind in kinds if kind.key not in self.errors]
-            launched = self._launch(kinds, plan, len(done))
+            launched = self._launch(self._kinds(plan), plan, len(done))
             if launched is not None:
                 done.append(launched)
-                self.errors.update(launched.errors)
+                self._broke(launched.errors)
         if not any(launch.rounds for launch in done):
             raise RunFailed("no round of turns was completed within the budget; raise --budget or lower --steps.")
         self.notes += [note for launch in done for note in launch.notes]
@@ -132,6 +137,7 @@ class _Launches:
             steps_per_turn=max(plan.steps.values()),
             together=self.together,
             errors=self.errors,
+            ablated=self.options.ablate,
             notes=tuple(dict.fromkeys(self.notes)),
         )
 
@@ -156,8 +162,14 @@ class _Launches:
                 stdin=self.options.stdin,
             )
         except AblationBroke as broken:
-            self.errors[broken.key] = f"the script failed with this cause taken away: {broken}"
+            self._broke({broken.key: f"the script failed with this cause taken away: {broken}"})
             return None
+
+    def _broke(self, errors: Mapping[str, str]) -> None:
+        """Notes which ablations broke. One that fails alone fails among all too: the others get another try together."""
+        self.errors.update(errors)
+        for script in {suspect.script for suspect in self.suspects if suspect.key in errors}:
+            self.errors.pop(all_key(script), None)
 
     def _left_s(self) -> float:
         return self.options.budget_s - (time.monotonic() - self.started_s)
@@ -195,10 +207,17 @@ class _Launches:
         if "control" not in self.participants:
             ablated.add("a")
         keys += [(f"{script}:null", script) for script in sorted(ablated)]
-        return keys + [(suspect.key, suspect.script) for suspect in self.suspects]
+        keys += [(suspect.key, suspect.script) for suspect in self.suspects]
+        keys += [(all_key(script), script) for script in sorted(ablated) if len(self._together(script)) > 1]
+        return [(key, script) for key, script in keys if key not in self.errors]
+
+    def _together(self, script: str) -> list[Suspect]:
+        """The causes of a script that can be taken away at once."""
+        return [one for one in self.suspects if one.script == script and one.key not in self.errors]
 
     def _kinds(self, plan: Plan) -> list[TurnKind]:
-        ablations = {suspect.key: _ablation(suspect) for suspect in self.suspects}
+        ablations = {suspect.key: _ablation([suspect]) for suspect in self.suspects}
+        ablations |= {all_key(script): _ablation(self._together(script)) for script in self.participants}
         return [
             TurnKind(
                 key=key,
@@ -240,7 +259,11 @@ class _Launches:
         return replace(found, rounds=rounds, steps=steps)
 
 
-def _ablation(suspect: Suspect) -> dict[str, Any]:
+def _ablation(suspects: Sequence[Suspect]) -> dict[str, Any]:
     """What the script's process is told: each cause is one file, named like its code."""
-    module = f"bareloop.diagnosis.causes.{suspect.cause.code}"
-    return {"causes": [{"module": module, "data": dict(suspect.evidence.data)}]}
+    return {
+        "causes": [
+            {"module": f"bareloop.diagnosis.causes.{one.cause.code}", "data": dict(one.evidence.data)}
+            for one in suspects
+        ]
+    }

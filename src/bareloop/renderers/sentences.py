@@ -2,11 +2,23 @@
 
 from dataclasses import dataclass
 
-from bareloop.diagnosis.evidence import Comparison, Difference, Finding, MathVerdict, SpeedVerdict
+from bareloop.diagnosis.evidence import Combined, Comparison, Difference, Finding, MathVerdict, SpeedVerdict
 from bareloop.renderers import units
 from bareloop.trace import Counts, Ledger, Phases
 
-__all__ = ["Verdict", "counted", "ledger", "math", "per_step", "plan", "saving", "speed", "unexplained", "work"]
+__all__ = [
+    "Verdict",
+    "counted",
+    "ledger",
+    "math",
+    "per_step",
+    "plan",
+    "saving",
+    "speed",
+    "together",
+    "unexplained",
+    "work",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +158,18 @@ def saving(finding: Finding, step_s: float | None) -> tuple[str, str]:
         bounds = [bound for bound in (high, finding.control_high) if bound is not None and bound > 0]
         return (f"under {units.milliseconds(max(bounds))}" if bounds else "none seen"), ""
     return "saves nothing", units.interval(low, high, unit=" ms")
+
+
+def together(one: Combined, step_s: float | None, *, name: str) -> str:
+    """What all causes of a script save per step when they are taken away at once; name: of the script, empty for the only one."""
+    subject = f"all {len(one.causes)} causes{f' of {name}' if name else ''} taken away at once"
+    if one.status == "shown":
+        share = f", {units.percent(one.saving_s_per_step / step_s)} of a step" if step_s else ""
+        span = units.interval(one.low, one.high, like=one.saving_s_per_step, unit=" ms")
+        return f"{subject} save {units.milliseconds(one.saving_s_per_step)} {span}{share}"
+    if one.status == "counted":
+        return f"{subject} save under {units.milliseconds(max(one.high, 0.0))}, if anything"
+    return f"{subject} save nothing {units.interval(one.low, one.high, unit=' ms')}"
 
 
 def unexplained(record: Comparison) -> str | None:

@@ -93,8 +93,10 @@ def _comparison(record: Comparison, width: int) -> Iterable[RenderableType]:
     step_s = {"a": speed.a_s_per_step or _step_s(phases["a"]), "b": speed.b_s_per_step or _step_s(phases["b"])}
     yield _findings(record.findings, step_s, width, one_script=False)
     rest = sentences.unexplained(record)
-    if rest is not None:
-        yield _facts([("Unexplained", rest)])
+    facts = [("Together", sentences.together(one, step_s[one.script], name=one.script)) for one in record.combined]
+    facts += [("Unexplained", rest)] if rest is not None else []
+    if facts:
+        yield _facts(facts)
     differences = (*record.work.differences, *record.math.differences)
     if differences:
         yield _differences(differences)
@@ -114,6 +116,8 @@ def _diagnosis(record: Diagnosis, width: int) -> Iterable[RenderableType]:
     yield _step_sentence(record)
     step_s = record.timing.s_per_step if record.timing is not None else _step_s(record.phases)
     yield _findings(record.findings, {"a": step_s, "b": step_s}, width, one_script=True)
+    if record.combined:
+        yield _facts([("Together", sentences.together(one, step_s, name="")) for one in record.combined])
     if record.phases is not None:
         yield _phases({"a": record.phases})
     facts = [("Work", sentences.ledger(record.work))]
