@@ -125,7 +125,20 @@ def test_a_step_that_the_scaler_skips(notes: Notes) -> None:
 def test_a_clip_that_an_ablation_overrides(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "clip_override", lambda parameters, max_norm: "no clip")
     assert torch.nn.utils.clip_grad_norm_([], 1.0) == "no clip"
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 3.0)
+    torch.nn.utils.clip_grads_with_norm_([weight], 1.0, torch.tensor(18.0**0.5))
+    assert weight.grad.tolist() == [3.0, 3.0]
     assert notes.heard == []
+
+
+def test_a_clip_to_a_norm_that_was_computed_before(notes: Notes) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    norm = torch.nn.utils.get_total_norm([weight.grad])
+    torch.nn.utils.clip_grads_with_norm_([weight], 1.0, norm)
+    assert weight.grad.norm() == pytest.approx(1.0)
+    assert notes.heard == [("clipped", "norm", 1.0)]
 
 
 def test_host_tensors_that_move_are_a_transfer(notes: Notes) -> None:

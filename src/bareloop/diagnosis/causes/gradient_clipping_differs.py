@@ -55,6 +55,7 @@ from bareloop.trace import Trace
 __all__ = ["CAUSE"]
 
 _PATCHES = "bareloop.profiler.probes.patches"
+_CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
 
 
 def detect(trace: Trace) -> Evidence | None:
@@ -70,7 +71,7 @@ def contrast(trace: Trace, other: Trace) -> Evidence | None:
     limit, other_limit = trace.work.max_grad_norm, other.work.max_grad_norm
     if limit is None or (other_limit is not None and limit >= other_limit):
         return None
-    mine = f"calls clip_grad_norm_ with max_norm {limit:g}"
+    mine = f"clips gradients with max_norm {limit:g}"
     share = trace.work.clipped_share
     if share is not None and math.isfinite(limit):
         mine += f" (it changed the gradients in {share:.0%} of the first steps)"
@@ -80,7 +81,7 @@ def contrast(trace: Trace, other: Trace) -> Evidence | None:
 
 def _evidence(trace: Trace, text: str, counts: Mapping[str, Any]) -> Evidence:
     functions = trace.counts.functions if trace.counts is not None else ()
-    callers = [call.caller for call in functions if call.function.split(".")[-1] == "clip_grad_norm_" and call.caller]
+    callers = [call.caller for call in functions if call.function.split(".")[-1] in _CLIPS and call.caller]
     callers.sort(key=lambda caller: is_installed(split_location(caller)[0]))
     return Evidence(
         text=text,
@@ -92,7 +93,7 @@ def _evidence(trace: Trace, text: str, counts: Mapping[str, Any]) -> Evidence:
 
 @contextmanager
 def ablate(data: Mapping[str, Any]) -> Iterator[None]:
-    """clip_grad_norm_ does nothing and returns zero on `data["device"]`."""
+    """Clipping to a norm does nothing; what returns the norm returns zero on `data["device"]`."""
     import torch
 
     zero = torch.zeros((), device=data.get("device", "cpu"))
@@ -109,7 +110,9 @@ def _torch_changes(torch: Any, no_clip: Callable[..., Any]) -> list[tuple[Any, s
     wrapper = torch.nn.utils.clip_grad_norm_
     if getattr(wrapper, "__globals__", {}).get("__name__") == _PATCHES:
         return [(sys.modules[_PATCHES], "clip_override", no_clip)]
-    return [(torch.nn.utils, "clip_grad_norm_", no_clip), (torch.nn.utils.clip_grad, "clip_grad_norm_", no_clip)]
+    places = [(torch.nn.utils, "clip_grad_norm_"), (torch.nn.utils.clip_grad, "clip_grad_norm_")]
+    places += [(torch.nn.utils, name) for name in _CLIPS[1:] if hasattr(torch.nn.utils, name)]
+    return [(owner, name, no_clip) for owner, name in places]
 
 
 def _accelerate_changes(zero: Any) -> list[tuple[Any, str, Any]]:

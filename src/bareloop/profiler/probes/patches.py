@@ -185,6 +185,8 @@ def _gradients(torch: Any, listener: Listener) -> None:
         wrapped = _clip(getattr(torch.nn.utils, name), listener, kind)
         replace(torch.nn.utils, name, wrapped)
         replace(torch.nn.utils.clip_grad, name, wrapped)
+    if hasattr(torch.nn.utils, "clip_grads_with_norm_"):  # torch 2.6; clip_grad_norm_ does not go through it
+        replace(torch.nn.utils, "clip_grads_with_norm_", _scale(torch.nn.utils.clip_grads_with_norm_, listener))
 
 
 def _clip(function: Callable[..., Any], listener: Listener, kind: str) -> Callable[..., Any]:
@@ -200,6 +202,21 @@ def _clip(function: Callable[..., Any], listener: Listener, kind: str) -> Callab
         return norm
 
     return clip
+
+
+def _scale(function: Callable[..., Any], listener: Listener) -> Callable[..., Any]:
+    """A clip to a norm that was computed before."""
+    inner = _in_phase(function, listener, "clip")
+
+    @functools.wraps(function)
+    def scale(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if clip_override is not None:
+            clip_override(parameters, max_norm)
+            return
+        inner(parameters, max_norm, total_norm, *args, **kwargs)
+        listener.clipped("norm", max_norm, total_norm)
+
+    return scale
 
 
 def _schedulers(torch: Any, listener: Listener) -> None:

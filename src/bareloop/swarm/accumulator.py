@@ -1,0 +1,316 @@
+"""Gradient accumulation that costs what PyTorch's own does, weights micro-batches exactly, and is whole in one tensor.
+
+    accumulator = FlatAccumulator(model.parameters())
+    for batch in batches:
+        with accumulator.micro_batch(len(batch)):
+            loss_fn(model, batch).backward()            # a mean over the micro-batch
+        if accumulator.samples >= 256:
+            with accumulator.averaged():                # the mean over all 256, in param.grad
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+
+While a micro-batch runs, `param.grad` is a view into one flat buffer per dtype and device, so that autograd's own add
+is the accumulation: no second copy of the gradients, no operator more than a plain loop makes. Micro-batches of one
+size need no arithmetic; where the size changes, the buffer is multiplied once (8 bytes a parameter), since
+
+    sum_i n_i g_i = anchor * buffer,  anchor = n of the last micro-batch,
+
+holds again after buffer *= old anchor / new anchor. An alternative was to weight each gradient by a hook on its
+parameter (2 us per parameter and backward, and as many kernels). Between micro-batches `param.grad` is sealed.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bareloop.swarm.sealed import SealedGradient, guard_optimizers
+
+__all__ = ["Average", "FlatAccumulator"]
+
+_ALIGNMENT = 16
+"""Elements that a view starts at a multiple of: kernels read whole vectors."""
+
+
+class Average(Protocol):
+    """Averaging with the other peers."""
+
+    def __call__(self, buffers: Sequence[Tensor], samples: float) -> None:
+        """Turns this peer's mean in `buffers`, weighted by its `samples`, into the mean over all peers, in place.
+
+        Returns only when it has; what it raises leaves the round open and the local gradients in it.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Slot:
+    """A parameter and its part of a flat buffer."""
+
+    parameter: Tensor
+    view: Tensor
+    seal: SealedGradient
+
+
+class FlatAccumulator:
+    """Sums gradients of micro-batches in flat buffers and gives their weighted mean.
+
+    Args:
+        parameters: those to train; others (`requires_grad=False`) are left alone, doubles count once.
+        compat: let each micro-batch's gradient be clipped and zeroed by itself, as `hivemind.Optimizer` does: it is added
+            to the buffer in one fused operator at the end of its block, and the gradients take twice the memory.
+        average: averages with other peers when a round ends; None trains alone.
+
+    Raises:
+        ValueError: no parameter to train; a sharded (DTensor) one.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, compat: bool = False, average: Average | None = None) -> None:
+        chosen = [p for p in {id(p): p for p in parameters}.values() if p.requires_grad]
+        if not chosen:
+            raise ValueError("parameters holds none that requires a gradient; freeze less, or give model.parameters()")
+        sharded = [p for p in chosen if _is_sharded(p)]
+        if sharded:
+            raise ValueError(
+                f"parameters holds {len(sharded)} DTensors: a sharded model can't be accumulated in flat buffers; inside a"
+                " peer use DDP, or accumulate with bareloop.steps(accumulate=N)"
+            )
+        guard_optimizers()
+        self.compat = compat
+        self.buffers: tuple[Tensor, ...]
+        """One flat tensor per dtype and device; between rounds zero."""
+        self.buffers, self._slots = _laid_out(chosen)
+        self._average = average
+        self._samples: float = 0
+        self._counted: Tensor | None = None
+        """Counts that are tensors, summed on their device."""
+        self._micro_batches = 0
+        self._anchor: float | None = None
+        self._reduction: str | None = None
+        self._open: str | None = None
+        self._seal()
+
+    @property
+    def samples(self) -> float:
+        """Samples (or counted tokens) of this round so far; reads from the device where counts were given as tensors."""
+        return self._samples if self._counted is None else self._samples + self._counted.item()
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of this round so far."""
+        return self._micro_batches
+
+    @contextmanager
+    def micro_batch(self, count: "float | Tensor", *, reduction: str = "mean") -> Iterator[None]:
+        """A block whose backward passes belong to one micro-batch.
+
+        When it raises after a part of its gradient was added, the round can't be finished: `averaged` says so, and `reset`
+        begins another. (With compat=True the round goes on without that micro-batch.)
+
+        Args:
+            count: samples or counted tokens in it; 0 makes the block count for nothing.
+            reduction: "mean" when the loss is a mean over `count`, "sum" when it is a sum; then `count` may be a tensor,
+                which is not read. One round holds one kind.
+
+        Raises:
+            ValueError: a negative count, an unknown reduction, a tensor with reduction="mean", another reduction than
+                the round's.
+            RuntimeError: inside another block of this accumulator; a gradient left its buffer.
+        """
+        self._enter("micro_batch")
+        before = [buffer._version for buffer in self.buffers]
+        try:
+            self._check(count, reduction)
+            if self.compat or (not isinstance(count, Tensor) and count == 0):
+                self._unseal_to(None)
+            else:
+                self._weigh(count, reduction)
+                self._unseal_to("view")
+            before = [buffer._version for buffer in self.buffers]
+            yield
+            self._close(count, reduction)
+        except BaseException as error:
+            if before != [buffer._version for buffer in self.buffers]:
+                self._damage = f"{type(error).__name__} in the middle of a micro-batch, {error}"
+            raise
+        finally:
+            self._open = None
+            self._seal()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A block with the round's weighted mean in `param.grad`; leaving it starts the next round.
+
+        A parameter that got no gradient in the whole round has one of zeros. When the block raises, the round stays open
+        with its gradients as they were accumulated, unless they were changed in place.
+
+        Raises:
+            RuntimeError: nothing was accumulated, a micro-batch failed halfway, or inside another block of this accumulator.
+        """
+        self._enter("averaged")
+        try:
+            if not self._micro_batches:
+                raise RuntimeError("averaged() before any micro_batch(): the round holds no gradient")
+            if self._damage is not None:
+                raise RuntimeError(f"the sum holds a part of a micro-batch that failed ({self._damage}): call reset()")
+            self._divide()
+            if self._average is not None:
+                self._average(self.buffers, self.samples)
+            self._unseal_to("view")
+            yield
+        except BaseException:
+            self._multiply_back()
+            raise
+        else:
+            self.reset()
+        finally:
+            self._open = None
+            self._seal()
+
+    def reset(self) -> None:
+        """Drops the round: zero buffers, no samples."""
+        for buffer in self.buffers:
+            buffer.zero_()
+        self._samples, self._counted, self._micro_batches = 0, None, 0
+        self._anchor = self._reduction = None
+        self._divisor = self._damage = None
+
+    def release(self) -> None:
+        """Gives `param.grad` back to PyTorch: None everywhere. The accumulator is not usable afterwards."""
+        for slot in self._slots:
+            slot.parameter.grad = None
+        self._open = "release"
+
+    _divisor: "float | Tensor | None" = None
+    """What the buffers are divided by now; None while they hold the running sum."""
+    _damage: str | None = None
+    """Why this round can't be finished."""
+
+    def _enter(self, name: str) -> None:
+        if self._open is not None:
+            raise RuntimeError(f"{name}() inside {self._open}(): end that block first")
+        self._open = name
+
+    def _check(self, count: "float | Tensor", reduction: str) -> None:
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction={reduction!r}: must be 'mean' or 'sum', what the loss is over the micro-batch")
+        if isinstance(count, Tensor):
+            if reduction == "mean":
+                raise ValueError(
+                    "count is a tensor: its value would have to be read from the device to weight a mean. Give a number, or"
+                    " backward the sum of the losses with reduction='sum'"
+                )
+        elif not count >= 0:
+            raise ValueError(f"count={count!r}: must be a number of samples or tokens, 0 or more")
+        if self._reduction not in (None, reduction):
+            raise ValueError(
+                f"reduction={reduction!r} in a round of reduction={self._reduction!r}: one round, one kind"
+            )
+
+    def _weigh(self, count: "float | Tensor", reduction: str) -> None:
+        """Brings the buffer to the weight of this micro-batch."""
+        if reduction == "sum":
+            self._anchor = 1.0
+            return
+        if self._anchor is not None and self._anchor != count:
+            for buffer in self.buffers:
+                buffer.mul_(self._anchor / count)
+        self._anchor = float(count)
+
+    def _close(self, count: "float | Tensor", reduction: str) -> None:
+        """Takes in what the block's backward passes left in `param.grad`."""
+        if isinstance(count, Tensor):
+            self._counted = count.detach().clone() if self._counted is None else self._counted + count.detach()
+        elif count == 0:
+            return
+        else:
+            self._samples += count
+        if self.compat:
+            self._add(count, reduction)
+        else:
+            self._require_views()
+        self._reduction = reduction
+        self._micro_batches += 1
+
+    def _add(self, count: "float | Tensor", reduction: str) -> None:
+        """compat: adds each gradient, as the user left it, with its weight; one fused operator per device and dtype."""
+        if self._anchor is None:
+            self._anchor = 1.0 if reduction == "sum" else float(count)
+        weight = 1.0 if reduction == "sum" else float(count) / self._anchor
+        filled = [slot for slot in self._slots if slot.parameter.grad is not None]
+        if filled:
+            gradients = [slot.parameter.grad for slot in filled]
+            torch._foreach_add_([slot.view for slot in filled], gradients, alpha=weight)
+
+    def _require_views(self) -> None:
+        for slot in self._slots:
+            if slot.parameter.grad is not slot.view:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(slot.parameter.shape)} left its buffer inside"
+                    " micro_batch(): zero_grad() belongs outside of the block; DistributedDataParallel needs"
+                    " gradient_as_bucket_view=False; backward(create_graph=True) needs FlatAccumulator(..., compat=True)"
+                )
+
+    def _divide(self) -> None:
+        total = self._samples if self._counted is None else self._counted + self._samples
+        self._divisor = total / self._anchor if self._anchor is not None else None
+        if self._divisor is not None:
+            for buffer in self.buffers:
+                buffer.div_(self._divisor)
+
+    def _multiply_back(self) -> None:
+        divisor, self._divisor = self._divisor, None
+        if divisor is not None:
+            for buffer in self.buffers:
+                buffer.mul_(divisor)
+
+    def _unseal_to(self, what: str | None) -> None:
+        if what is None:
+            for slot in self._slots:
+                slot.parameter.grad = None
+        else:
+            for slot in self._slots:
+                slot.parameter.grad = slot.view
+
+    def _seal(self) -> None:
+        for slot in self._slots:
+            slot.parameter.grad = slot.seal
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
+
+
+def _laid_out(parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[_Slot, ...]]:
+    """Zeroed flat buffers, one per dtype and device, and each parameter's view in them, in the order of `parameters`."""
+    kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+    starts = []
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.device)
+        starts.append(kinds.get(kind, 0))
+        kinds[kind] = starts[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+    buffers = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in kinds.items()}
+    slots = [
+        _Slot(
+            parameter=parameter,
+            view=_view(buffers[parameter.dtype, parameter.device], start, parameter),
+            seal=SealedGradient(parameter.detach()),
+        )
+        for parameter, start in zip(parameters, starts, strict=True)
+    ]
+    return tuple(buffers.values()), tuple(slots)
+
+
+def _view(buffer: Tensor, start: int, parameter: Tensor) -> Tensor:
+    """`buffer[start:]` in the shape of `parameter`, and in its memory order where that has no holes (channels_last)."""
+    part = buffer[start : start + parameter.numel()]
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return part.as_strided(parameter.size(), parameter.stride(), start)
+    return part.view(parameter.shape)
