@@ -1,0 +1,4 @@
+"""Rows to batches: packing, collators, bucketing, prefetch.
+
+Imports neither `bareloop.trainer` nor `bareloop.swarm` nor the clinic's rooms.
+"""
