@@ -17,6 +17,9 @@ FUNCTION_LINES = 45
 TABLES: frozenset[str] = frozenset()
 """Names "file.py:function" or "file.py" of declarative tables, which may be longer."""
 
+THE_LOOP = {"data", "swarm", "trainer"}
+"""Rooms that run on the user's clock; they are loaded when they are asked for, and may import torch at their top."""
+
 LIGHT = [
     "bareloop",
     "bareloop.__main__",
@@ -38,15 +41,34 @@ def test_import_loads_neither_torch_nor_a_framework(module: str) -> None:
     assert json.loads(done.stdout) == []
 
 
-def test_every_module_of_ours_imports_without_torch() -> None:
-    """No module of ours imports torch or a framework at its top level, probes included."""
+def test_the_clinic_imports_without_torch() -> None:
+    """No module of the clinic imports torch or a framework at its top level, probes included."""
     offenders = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in SOURCES
+        if path.relative_to(ROOT / "src" / "bareloop").parts[0] not in THE_LOOP
         for node in _top_level_imports(ast.parse(path.read_text(encoding="utf-8")))
         if _roots(node) & {"torch", "transformers", "accelerate", "lightning"}
     ]
     assert offenders == []
+
+
+def test_the_loops_names_are_loaded_when_asked_for() -> None:
+    program = (
+        "import sys, bareloop; assert 'torch' not in sys.modules; from bareloop import steps;"
+        "assert 'torch' in sys.modules and 'transformers' not in sys.modules; assert 'steps' in dir(bareloop);"
+        "assert bareloop.Trainer is bareloop.lean(__import__('transformers').Trainer)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_needs_what_is_not_installed_says_so() -> None:
+    program = "import sys; sys.modules['transformers'] = None; import bareloop; bareloop.Trainer"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1
+    assert "ImportError: bareloop.Trainer needs transformers" in done.stderr
+    assert "pip install 'bareloop[hf]'" in done.stderr
 
 
 @pytest.mark.parametrize("path", [*SOURCES, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))

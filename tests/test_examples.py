@@ -13,17 +13,19 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """`python command` in `folder`, on one thread per process."""
+    """`python command` in `folder`, on one thread per process; a launcher that hangs is ended with its workers."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    words = [sys.executable, *command]
+    with subprocess.Popen(
+        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its workers, which are in sessions of their own
+            process.communicate(timeout=60)
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
 
 
 @pytest.mark.parametrize("script", ["gpt2_trainer.py", "gpt2_loop.py"])
@@ -58,3 +60,50 @@ def test_corpus_is_the_same_in_every_process() -> None:
     first, second = (run(EXAMPLES, "-c", program) for _ in range(2))
     assert first.returncode == 0, first.stderr
     assert first.stdout == second.stdout
+
+
+def _words_of_the_trainer(done: subprocess.CompletedProcess[str]) -> str:
+    """The last line that a script of a pair prints: its losses to nine digits."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("pair", "flags"),
+    [
+        ("trainer", ["--steps", "4", "--accumulate", "2", "--layers", "1"]),
+        pytest.param("sft", ["--steps", "3", "--layers", "1", "--lora"], marks=pytest.mark.slow),
+    ],
+)
+def test_lean_example_prints_the_numbers_of_its_stock_twin(
+    pair: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL counts its trainers
+    stock, lean = (
+        _words_of_the_trainer(run(tmp_path, str(EXAMPLES / f"{pair}_{kind}.py"), *flags)) for kind in ("stock", "lean")
+    )
+    assert stock.startswith("loss ")
+    assert lean == stock
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("pair", ["trainer", "sft"])
+def test_lean_example_differs_in_the_trainer_alone(pair: str) -> None:
+    stock, lean = (
+        (EXAMPLES / f"{pair}_{kind}.py").read_text(encoding="utf-8").partition("\n")[2].split("\n")
+        for kind in ("stock", "lean")
+    )
+    added = [line.strip() for line in lean if line not in stock]
+    removed = [line.strip() for line in stock if line not in lean]
+    assert len(removed) == 1 and removed[0].startswith("trainer = ")
+    assert added[0] == "import bareloop"
+    assert len(added) == 2 and added[1].startswith("trainer = bareloop.")
+
+
+@pytest.mark.parametrize("script", ["digits_loop.py", "digits_steps.py"])
+def test_digits_run_and_leave_nothing(script: str, tmp_path: Path) -> None:
+    done = run(tmp_path, str(EXAMPLES / script), "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "3/3" in done.stderr, "three optimizer steps on the progress bar"
+    assert done.stdout.startswith("accuracy 0.")
+    assert list(tmp_path.iterdir()) == []

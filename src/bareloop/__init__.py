@@ -1,23 +1,66 @@
-"""bareloop: where a PyTorch training script's time goes, and whether two scripts do the same.
+"""bareloop: where a PyTorch training script's time goes, and a trainer at the cost of a bare loop.
 
     import bareloop
 
     diagnosis = bareloop.explain("train.py", ["--lr", "3e-4"])
     comparison = bareloop.compare("trainer.py", "loop.py")
 
+    from bareloop import Trainer, lean, steps
+
+    Trainer(model=model, args=args, train_dataset=rows).train()
+    LeanSFTTrainer = lean(trl.SFTTrainer)
+    for step in steps(model, optimizer, batches, loss_fn, accumulate=8, max_norm=1.0): ...
+
 Importing this loads neither torch nor anything else beyond the standard library: bareloop's probes import it in the
-process of the user's script.
+process of the user's script. The loop's names load what they need when they are first used.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bareloop.diagnosis.evidence import Comparison, Diagnosis
+    from bareloop.trainer.hf import Trainer, lean
+    from bareloop.trainer.loop import steps
+    from bareloop.trainer.options import LeanOptions
 
-__all__ = ["__version__", "compare", "explain"]
+__all__ = ["LeanOptions", "Trainer", "__version__", "compare", "explain", "lean", "steps"]
 
 __version__ = "0.1.0"
+
+_LAZY = {
+    "LeanOptions": "bareloop.trainer.options",
+    "Trainer": "bareloop.trainer.hf",
+    "lean": "bareloop.trainer.hf",
+    "steps": "bareloop.trainer.loop",
+}
+"""Name -> module: what needs torch, loaded when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    """Loads one of the loop's names.
+
+    Raises:
+        AttributeError: no such name.
+        ImportError: what it needs is not installed.
+    """
+    if name not in _LAZY:
+        raise AttributeError(f"module 'bareloop' has no attribute {name!r}")
+    try:
+        found = getattr(importlib.import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("bareloop"):
+            raise
+        raise ImportError(
+            f"bareloop.{name} needs {error.name}, which is not installed: pip install 'bareloop[hf]'"
+        ) from error
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 def explain(
