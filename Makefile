@@ -33,8 +33,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/bareloop compare --budget $(BUDGET) examples/gpt2_trainer.py examples/gpt2_loop.py
 
+# The loop's tests judge bits and counts, so they may run side by side; the clinic's have processes of their own to time.
+LOOP_TESTS := tests/trainer tests/data tests/swarm
+
 test: $(STAMP) lint-imports
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(LOOP_TESTS)
+	$(BIN)/python -m pytest $(LOOP_TESTS:%=--ignore=%)
 
 check: $(STAMP) lint-imports
 	$(BIN)/ruff check $(SOURCES)
@@ -48,6 +52,8 @@ lint-imports: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/probe_overhead.py
 	$(BIN)/python benchmarks/sick_scripts.py
+	$(BIN)/python benchmarks/trainer_overhead.py
+	$(BIN)/python benchmarks/packing.py
 	for condition in 5ms-idle 50ms-idle 5ms-busy 50ms-busy; do \
 		$(BIN)/python benchmarks/verdicts.py --condition $$condition --minutes 60 || exit 1; \
 	done

@@ -5,10 +5,12 @@ import linecache
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+import bareloop
 from bareloop.profiler.probes import sites
 from bareloop.profiler.probes.sites import Site, caller_outside_torch, expression, origin, site_at
 
@@ -83,6 +85,7 @@ def test_the_place_is_above_torch_and_contextlib() -> None:
     ("filename", "whose"),
     [
         (sites.__file__, "own"),
+        (str(Path(bareloop.__file__).parent / "trainer" / "epoch.py"), "library"),
         (torch.nn.__file__, "torch"),
         (pytest.__file__, "library"),
         (os.__file__, "library"),

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from bareloop.swarm.accumulator import FlatAccumulator
+from bareloop.trainer.loop import steps
 
 SPLITS = [(32,), (8, 8, 8, 8), (1,) * 32, (4, 8, 8, 12), (12, 8, 8, 4)]
 
@@ -390,6 +391,49 @@ def test_blocks_do_not_nest_and_rounds_have_one_kind(model: Net) -> None:
         accumulator.averaged().__enter__()
     with pytest.raises(ValueError, match="one round, one kind"), accumulator.micro_batch(1, reduction="sum"):
         pass
+
+
+def test_a_round_is_ready_at_its_target(model: Net) -> None:
+    x, y = batch(8)
+    accumulator = FlatAccumulator(model.parameters(), target=20)
+    for _ in range(2):
+        seen = []
+        for _ in range(3):
+            with accumulator.micro_batch(8):
+                cross_entropy(model(x), y).backward()
+            seen.append(accumulator.ready())
+        assert seen == [False, False, True]
+        with accumulator.averaged():
+            pass
+    with pytest.raises(RuntimeError, match="target"):
+        FlatAccumulator(model.parameters()).ready()
+    with pytest.raises(ValueError, match="target=0"):
+        FlatAccumulator(model.parameters(), target=0)
+
+
+def test_steps_takes_it(model: Net) -> None:
+    """The two rooms know nothing of each other; their protocol is one."""
+    plain, x, y = copy.deepcopy(model), *batch(64)
+    y[::7] = -100
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = list(zip(x.split((4, 8, 8, 12, 32)), y.split((4, 8, 8, 12, 32)), strict=True))
+
+    def loss_fn(net: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return cross_entropy(net(part[0]), part[1], reduction="sum"), (part[1] != -100).sum()
+
+    accumulator = FlatAccumulator(model.parameters(), target=int((y[:32] != -100).sum()))
+    made = list(steps(model, optimizer, batches, loss_fn, accumulate=accumulator, max_norm=0.5))
+    assert [step.micro_steps for step in made] == [4, 1]
+    for half in (slice(0, 32), slice(32, 64)):
+        plain.zero_grad()
+        cross_entropy(plain(x[half]), y[half]).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        with torch.no_grad():
+            for p in plain.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_to_train() -> None:

@@ -1,10 +1,10 @@
 """Gradient accumulation that costs what PyTorch's own does, weights micro-batches exactly, and is whole in one tensor.
 
-    accumulator = FlatAccumulator(model.parameters())
+    accumulator = FlatAccumulator(model.parameters(), target=256)
     for batch in batches:
         with accumulator.micro_batch(len(batch)):
             loss_fn(model, batch).backward()            # a mean over the micro-batch
-        if accumulator.samples >= 256:
+        if accumulator.ready():
             with accumulator.averaged():                # the mean over all 256, in param.grad
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -60,15 +60,24 @@ class FlatAccumulator:
 
     Args:
         parameters: those to train; others (`requires_grad=False`) are left alone, doubles count once.
+        target: samples (or counted tokens) that make a round; None leaves that to you. Makes it an accumulator that
+            `bareloop.steps(accumulate=...)` takes.
         compat: let each micro-batch's gradient be clipped and zeroed by itself, as `hivemind.Optimizer` does: it is added
             to the buffer in one fused operator at the end of its block, and the gradients take twice the memory.
         average: averages with other peers when a round ends; None trains alone.
 
     Raises:
-        ValueError: no parameter to train; a sharded (DTensor) one.
+        ValueError: no parameter to train; a sharded (DTensor) one; a target that is not above 0.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, compat: bool = False, average: Average | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        target: float | None = None,
+        compat: bool = False,
+        average: Average | None = None,
+    ) -> None:
         chosen = [p for p in {id(p): p for p in parameters}.values() if p.requires_grad]
         if not chosen:
             raise ValueError("parameters holds none that requires a gradient; freeze less, or give model.parameters()")
@@ -79,7 +88,13 @@ class FlatAccumulator:
                 " peer use DDP, or accumulate with bareloop.steps(accumulate=N)"
             )
         guard_optimizers()
+        if target is not None and not target > 0:
+            raise ValueError(f"target={target!r}: must be a number of samples or tokens above 0, or None")
         self.compat = compat
+        self.target = target
+        self._arriving: list[tuple[Tensor, torch.Event]] = []
+        """Counts on their way to the host, each with the event of its arrival."""
+        self._arrived: float = 0
         self.buffers: tuple[Tensor, ...]
         """One flat tensor per dtype and device; between rounds zero."""
         self.buffers, self._slots = _laid_out(chosen)
@@ -102,6 +117,21 @@ class FlatAccumulator:
     def micro_batches(self) -> int:
         """Micro-batches of this round so far."""
         return self._micro_batches
+
+    def ready(self) -> bool:
+        """Whether the round has its `target`, as far as is known on the host: nothing waits for the device.
+
+        Counts that are tensors of an accelerator are copied to the host behind the work queued there, so a round may get a
+        few micro-batches more than it needs; they are weighted as all others.
+
+        Raises:
+            RuntimeError: there is no target.
+        """
+        if self.target is None:
+            raise RuntimeError("ready() without a target: give FlatAccumulator(..., target=N)")
+        while self._arriving and self._arriving[0][1].query():
+            self._arrived += self._arriving.pop(0)[0].item()
+        return self._samples + self._arrived >= self.target
 
     @contextmanager
     def micro_batch(self, count: "float | Tensor", *, reduction: str = "mean") -> Iterator[None]:
@@ -175,6 +205,7 @@ class FlatAccumulator:
         for buffer in self.buffers:
             buffer.zero_()
         self._samples, self._counted, self._micro_batches = 0, None, 0
+        self._arriving, self._arrived = [], 0
         self._anchor = self._reduction = None
         self._divisor = self._damage = None
 
@@ -222,8 +253,11 @@ class FlatAccumulator:
 
     def _close(self, count: "float | Tensor", reduction: str) -> None:
         """Takes in what the block's backward passes left in `param.grad`."""
-        if isinstance(count, Tensor):
+        if isinstance(count, Tensor) and count.device.type == "cpu":
+            self._samples += count.item()  # no device to wait for
+        elif isinstance(count, Tensor):
             self._counted = count.detach().clone() if self._counted is None else self._counted + count.detach()
+            self._send(count.detach())
         elif count == 0:
             return
         else:
@@ -235,15 +269,29 @@ class FlatAccumulator:
         self._reduction = reduction
         self._micro_batches += 1
 
+    def _send(self, count: Tensor) -> None:
+        """Starts the copy of a count to the host."""
+        if self.target is None:
+            return
+        host = torch.empty((), dtype=count.dtype, pin_memory=True)
+        host.copy_(count, non_blocking=True)
+        event = torch.Event(count.device)
+        event.record()
+        self._arriving.append((host, event))
+
     def _add(self, count: "float | Tensor", reduction: str) -> None:
         """compat: adds each gradient, as the user left it, with its weight; one fused operator per device and dtype."""
         if self._anchor is None:
             self._anchor = 1.0 if reduction == "sum" else float(count)
         weight = 1.0 if reduction == "sum" else float(count) / self._anchor
-        filled = [slot for slot in self._slots if slot.parameter.grad is not None]
-        if filled:
-            gradients = [slot.parameter.grad for slot in filled]
-            torch._foreach_add_([slot.view for slot in filled], gradients, alpha=weight)
+        views: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for slot in self._slots:
+            if slot.parameter.grad is not None:
+                views.append(slot.view)
+                gradients.append(slot.parameter.grad)
+        if views:
+            torch._foreach_add_(views, gradients, alpha=weight)  # pyright: ignore[reportPrivateImportUsage]
 
     def _require_views(self) -> None:
         for slot in self._slots:

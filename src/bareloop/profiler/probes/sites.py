@@ -16,7 +16,9 @@ from types import CodeType, FrameType
 
 __all__ = ["Site", "caller_outside_torch", "calling_place", "expression", "function_name", "origin", "site_at"]
 
-_OWN_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+# The loop's rooms are no part of the probes: a script that trains with bareloop.Trainer pays for them as for any library.
+_THE_LOOP = tuple(_PACKAGE_ROOT + room + os.sep for room in ("data", "swarm", "trainer"))
 _STDLIB_ROOTS = tuple(
     {sysconfig.get_path(name).rstrip(os.sep) + os.sep for name in ("stdlib", "platstdlib") if sysconfig.get_path(name)}
 )
@@ -46,9 +48,9 @@ class Site:
 
 @functools.cache
 def origin(filename: str) -> str:
-    """Whose code a file is: "own" (bareloop), "torch", "wrapper" (no place of its own), "library" or "user"."""
-    if filename.startswith(_OWN_ROOT):
-        return "own"
+    """Whose code a file is: "own" (the probes), "torch", "wrapper" (no place of its own), "library" or "user"."""
+    if filename.startswith(_PACKAGE_ROOT):
+        return "library" if filename.startswith(_THE_LOOP) else "own"
     if filename.startswith(_torch_root()):
         return "torch"
     if filename.startswith(_NO_PLACE):
