@@ -57,7 +57,7 @@ def test_the_loops_names_are_loaded_when_asked_for() -> None:
     program = (
         "import sys, bareloop; assert 'torch' not in sys.modules; from bareloop import steps;"
         "assert 'torch' in sys.modules and 'transformers' not in sys.modules; assert 'steps' in dir(bareloop);"
-        "assert bareloop.Trainer is bareloop.lean(__import__('transformers').Trainer)"
+        "assert issubclass(bareloop.Trainer, __import__('transformers').Trainer)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -115,7 +115,11 @@ def _roots(node: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
+    """Lines of a function less its docstring: a reference page may be long, what it describes may not."""
+    first = node.body[0]
+    has_docstring = ast.get_docstring(node) is not None
+    docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if has_docstring else 0
+    return (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
 
 
 def _first_non_ascii_line(text: bytes) -> int:
