@@ -103,6 +103,8 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        # Where the tests themselves run in the background, a shell has told them to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     time.sleep(6)
     running.send_signal(signal.SIGINT)
