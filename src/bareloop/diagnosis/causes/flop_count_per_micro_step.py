@@ -25,7 +25,8 @@ outside, and the finding is then not examined.
 
 What to change
 --------------
-- transformers: no setting. Override `floating_point_ops` in a subclass to return a number computed once (or 0).
+- transformers: no setting. `bareloop.Trainer` counts once; or override `floating_point_ops` in a subclass to return a number
+  computed once (or 0).
 - lightning, accelerate, plain loop: count the parameters once before the loop.
 
 Example
@@ -208,7 +209,7 @@ def fix(trace: Trace, evidence: Evidence) -> str:
     """The pattern for a loop; for transformers that no setting exists."""
     if framework(trace) == "transformers" and any("Trainer." in name for _, name in evidence.data["functions"]):
         return (
-            f"Override floating_point_ops in a subclass to return a number computed once: "
+            f"Use bareloop.Trainer, or override floating_point_ops in a subclass to return a number computed once: "
             f"no setting of {versioned(trace)} exists."
         )
     return "Count the parameters once before the loop and keep the number."

@@ -23,7 +23,8 @@ by hand, and that the walk would have put back, stays in eval mode meanwhile.
 
 What to change
 --------------
-- transformers: no setting. Override `training_step` in a subclass so that `train()` is called only after an evaluation.
+- transformers: no setting. `bareloop.Trainer` walks only after a mode was changed; or override `training_step` in a subclass
+  so that `train()` is called only after an evaluation.
 - lightning: it walks once per epoch and after evaluations; the call is then in your own hooks.
 - accelerate, plain loop: call `model.train()` once before the loop, and again after each `model.eval()`.
 
@@ -102,7 +103,7 @@ def fix(trace: Trace, evidence: Evidence) -> str:
     """The pattern for a loop; for transformers that no setting exists."""
     if framework(trace) == "transformers":
         return (
-            f"Override training_step in a subclass and call train() only after an evaluation: "
+            f"Use bareloop.Trainer, or override training_step in a subclass and call train() only after an evaluation: "
             f"no setting of {versioned(trace)} exists."
         )
     return "Call model.train() once before the loop, and again after each model.eval()."
