@@ -131,3 +131,7 @@ def test_a_process_that_is_left_alone_trains_on_unharmed() -> None:
     assert seen.trace.work.world_size == 1
     assert seen.trace.first.counts is not None
     assert any("2 processes that are not ranks of each other" in note for note in seen.notes)
+
+
+def test_torch_is_asked_for_before_it_is_imported() -> None:
+    assert look("asks_for_torch.py").trace.work.samples_per_step == 4

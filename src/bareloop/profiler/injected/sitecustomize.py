@@ -22,6 +22,7 @@ class _TorchLoader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _TorchFinder)]
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -30,16 +31,20 @@ class _TorchLoader:
 
 
 class _TorchFinder:
-    """Stands first on the meta path until torch is looked for, then leaves it for good."""
+    """Stands first on the meta path until torch is imported. To be looked for is not enough: transformers and others
+    ask whether there is a torch, and import it later or never."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.loader is not None:
-            spec.loader = _TorchLoader(spec.loader)  # type: ignore[assignment]
-        return spec
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None and spec.loader is not None:
+                spec.loader = _TorchLoader(spec.loader)  # type: ignore[assignment]
+            if spec is not None:
+                return spec
+        return None
 
 
 def _wake():
