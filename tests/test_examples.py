@@ -23,7 +23,10 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
             stdout, stderr = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun then ends its workers, which are in sessions of their own
-            process.communicate(timeout=60)
+            try:
+                process.communicate(timeout=60)
+            finally:
+                process.kill()
             raise
     return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
 

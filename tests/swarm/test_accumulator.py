@@ -360,6 +360,19 @@ def test_a_gradient_that_leaves_its_buffer_is_refused(model: Net) -> None:
     with pytest.raises(RuntimeError, match="gradient_as_bucket_view=False"), accumulator.micro_batch(8):
         model.zero_grad()
         cross_entropy(model(x), y).backward()
+    assert accumulator.samples == accumulator.micro_batches == 0, "what is not in the buffers is not counted"
+    with accumulator.micro_batch(8):
+        cross_entropy(model(x), y).backward()
+    with accumulator.averaged():
+        assert worst(model, pooled(model, x, y)) < 1e-6
+
+
+def test_a_round_that_counts_nothing_has_no_mean(model: Net) -> None:
+    accumulator = FlatAccumulator(model.parameters())
+    with accumulator.micro_batch(torch.tensor(0), reduction="sum"):
+        pass
+    with pytest.raises(RuntimeError, match=r"counts 0.*reset\(\)"), accumulator.averaged():
+        pass
 
 
 def test_release_gives_the_gradients_back(model: Net) -> None:

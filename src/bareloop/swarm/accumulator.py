@@ -92,21 +92,28 @@ class FlatAccumulator:
             raise ValueError(f"target={target!r}: must be a number of samples or tokens above 0, or None")
         self.compat = compat
         self.target = target
-        self._arriving: list[tuple[Tensor, torch.Event]] = []
-        """Counts on their way to the host, each with the event of its arrival."""
-        self._arrived: float = 0
         self.buffers: tuple[Tensor, ...]
         """One flat tensor per dtype and device; between rounds zero."""
         self.buffers, self._slots = _laid_out(chosen)
         self._average = average
+        self._open: str | None = None
+        self._begin_round()
+        self._seal()
+
+    def _begin_round(self) -> None:
         self._samples: float = 0
         self._counted: Tensor | None = None
-        """Counts that are tensors, summed on their device."""
+        """Counts that are tensors of an accelerator, summed there."""
+        self._arriving: list[tuple[Tensor, torch.Event]] = []
+        """The same counts on their way to the host, each with the event of its arrival."""
+        self._arrived: float = 0
         self._micro_batches = 0
         self._anchor: float | None = None
         self._reduction: str | None = None
-        self._open: str | None = None
-        self._seal()
+        self._divisor: float | Tensor | None = None
+        """What the buffers are divided by now; None while they hold the running sum."""
+        self._damage: str | None = None
+        """Why this round can't be finished."""
 
     @property
     def samples(self) -> float:
@@ -150,16 +157,9 @@ class FlatAccumulator:
                 the round's.
             RuntimeError: inside another block of this accumulator; a gradient left its buffer.
         """
-        self._enter("micro_batch")
+        self._enter(count, reduction)
         before = [buffer._version for buffer in self.buffers]
         try:
-            self._check(count, reduction)
-            if self.compat or (not isinstance(count, Tensor) and count == 0):
-                self._unseal_to(None)
-            else:
-                self._weigh(count, reduction)
-                self._unseal_to("view")
-            before = [buffer._version for buffer in self.buffers]
             yield
             self._close(count, reduction)
         except BaseException as error:
@@ -180,16 +180,19 @@ class FlatAccumulator:
         Raises:
             RuntimeError: nothing was accumulated, a micro-batch failed halfway, or inside another block of this accumulator.
         """
-        self._enter("averaged")
+        self._require_closed("averaged")
+        self._open = "averaged"
         try:
             if not self._micro_batches:
                 raise RuntimeError("averaged() before any micro_batch(): the round holds no gradient")
+            if self._counted is None and self._samples == 0:
+                raise RuntimeError("averaged() of a round that counts 0: there is no mean of nothing; call reset()")
             if self._damage is not None:
                 raise RuntimeError(f"the sum holds a part of a micro-batch that failed ({self._damage}): call reset()")
             self._divide()
             if self._average is not None:
                 self._average(self.buffers, self.samples)
-            self._unseal_to("view")
+            self._show_views()
             yield
         except BaseException:
             self._multiply_back()
@@ -204,26 +207,27 @@ class FlatAccumulator:
         """Drops the round: zero buffers, no samples."""
         for buffer in self.buffers:
             buffer.zero_()
-        self._samples, self._counted, self._micro_batches = 0, None, 0
-        self._arriving, self._arrived = [], 0
-        self._anchor = self._reduction = None
-        self._divisor = self._damage = None
+        self._begin_round()
 
     def release(self) -> None:
         """Gives `param.grad` back to PyTorch: None everywhere. The accumulator is not usable afterwards."""
-        for slot in self._slots:
-            slot.parameter.grad = None
+        self._clear()
         self._open = "release"
 
-    _divisor: "float | Tensor | None" = None
-    """What the buffers are divided by now; None while they hold the running sum."""
-    _damage: str | None = None
-    """Why this round can't be finished."""
-
-    def _enter(self, name: str) -> None:
+    def _require_closed(self, name: str) -> None:
         if self._open is not None:
             raise RuntimeError(f"{name}() inside {self._open}(): end that block first")
-        self._open = name
+
+    def _enter(self, count: "float | Tensor", reduction: str) -> None:
+        """Opens a micro-batch: its gradients go into the buffers, or, where they are added or dropped after it, nowhere."""
+        self._require_closed("micro_batch")
+        self._check(count, reduction)
+        self._open = "micro_batch"
+        if self.compat or (not isinstance(count, Tensor) and count == 0):
+            self._clear()
+        else:
+            self._weigh(count, reduction)
+            self._show_views()
 
     def _check(self, count: "float | Tensor", reduction: str) -> None:
         if reduction not in ("mean", "sum"):
@@ -252,20 +256,20 @@ class FlatAccumulator:
         self._anchor = float(count)
 
     def _close(self, count: "float | Tensor", reduction: str) -> None:
-        """Takes in what the block's backward passes left in `param.grad`."""
+        """Takes in what the block's backward passes left in `param.grad`; nothing is counted whose gradient is not in."""
+        if not isinstance(count, Tensor) and count == 0:
+            return
+        if self.compat:
+            self._add(count, reduction)
+        else:
+            self._require_views()
         if isinstance(count, Tensor) and count.device.type == "cpu":
             self._samples += count.item()  # no device to wait for
         elif isinstance(count, Tensor):
             self._counted = count.detach().clone() if self._counted is None else self._counted + count.detach()
             self._send(count.detach())
-        elif count == 0:
-            return
         else:
             self._samples += count
-        if self.compat:
-            self._add(count, reduction)
-        else:
-            self._require_views()
         self._reduction = reduction
         self._micro_batches += 1
 
@@ -315,13 +319,13 @@ class FlatAccumulator:
             for buffer in self.buffers:
                 buffer.mul_(divisor)
 
-    def _unseal_to(self, what: str | None) -> None:
-        if what is None:
-            for slot in self._slots:
-                slot.parameter.grad = None
-        else:
-            for slot in self._slots:
-                slot.parameter.grad = slot.view
+    def _clear(self) -> None:
+        for slot in self._slots:
+            slot.parameter.grad = None
+
+    def _show_views(self) -> None:
+        for slot in self._slots:
+            slot.parameter.grad = slot.view
 
     def _seal(self) -> None:
         for slot in self._slots:
