@@ -90,6 +90,20 @@ def test_a_cause_that_breaks_the_script_is_left_out_of_all(launches):
     assert combined(seen, measured)[0].causes == ("small", "other")
 
 
+def test_all_breaking_before_the_cause_in_it_is_known_gets_another_try(launches, monkeypatch):
+    turns = measuring.time_launch
+
+    def all_first(participants, kinds, orders, **options):
+        return turns(participants, sorted(kinds, key=lambda kind: not kind.key.endswith(":all")), orders, **options)
+
+    monkeypatch.setattr(measuring, "time_launch", all_first)
+    seen = [suspect("small"), suspect("broken"), suspect("other")]
+    measured = run(seen)
+    assert ["a:all" in keys for keys in launches] == [True, False, True, True, True]
+    assert set(measured.errors) == {"a:broken"}
+    assert combined(seen, measured)[0].causes == ("small", "other")
+
+
 def test_ablations_switched_off_and_rounds_that_never_came_are_told_apart(launches):
     seen = [suspect("small")]
     traces = {"a": script().trace}
