@@ -27,7 +27,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[hf,dev]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[hf,swarm,dev]"
 	touch $@
 
 demo: $(STAMP)

@@ -19,20 +19,22 @@ holds again after buffer *= old anchor / new anchor. An alternative was to weigh
 parameter (2 us per parameter and backward, and as many kernels). Between micro-batches `param.grad` is sealed.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
-from bareloop.swarm.sealed import SealedGradient, guard_optimizers
+from bareloop.swarm.layout import laid_out
+from bareloop.swarm.scaling import RoundScaling, all_finite
+from bareloop.swarm.sealed import guard_optimizers
 
 __all__ = ["Average", "FlatAccumulator"]
 
-_ALIGNMENT = 16
-"""Elements that a view starts at a multiple of: kernels read whole vectors."""
+logger = logging.getLogger(__name__)
 
 
 class Average(Protocol):
@@ -41,18 +43,10 @@ class Average(Protocol):
     def __call__(self, buffers: Sequence[Tensor], samples: float) -> None:
         """Turns this peer's mean in `buffers`, weighted by its `samples`, into the mean over all peers, in place.
 
-        Returns only when it has; what it raises leaves the round open and the local gradients in it.
+        Returns only when it has; what it raises leaves the round open and the local gradients in it. With 0 samples the
+        buffers are zeros: this peer has nothing to give and takes the mean of the others.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Slot:
-    """A parameter and its part of a flat buffer."""
-
-    parameter: Tensor
-    view: Tensor
-    seal: SealedGradient
 
 
 class FlatAccumulator:
@@ -65,9 +59,11 @@ class FlatAccumulator:
         compat: let each micro-batch's gradient be clipped and zeroed by itself, as `hivemind.Optimizer` does: it is added
             to the buffer in one fused operator at the end of its block, and the gradients take twice the memory.
         average: averages with other peers when a round ends; None trains alone.
+        scaler: scales the losses (`scaler.scale(loss).backward()`). Its scale holds for the round; inside `averaged` the
+            gradient is unscaled and `optimizer.step()` is called itself, not through the scaler, which is updated on leaving.
 
     Raises:
-        ValueError: no parameter to train; a sharded (DTensor) one; a target that is not above 0.
+        ValueError: no parameter to train; a sharded (DTensor) one; a target that is not above 0; a disabled scaler.
     """
 
     def __init__(
@@ -77,6 +73,7 @@ class FlatAccumulator:
         target: float | None = None,
         compat: bool = False,
         average: Average | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         chosen = [p for p in {id(p): p for p in parameters}.values() if p.requires_grad]
         if not chosen:
@@ -94,8 +91,9 @@ class FlatAccumulator:
         self.target = target
         self.buffers: tuple[Tensor, ...]
         """One flat tensor per dtype and device; between rounds zero."""
-        self.buffers, self._slots = _laid_out(chosen)
+        self.buffers, self._slots = laid_out(chosen)
         self._average = average
+        self._scaling = None if scaler is None else RoundScaling(scaler, self.buffers)
         self._open: str | None = None
         self._begin_round()
         self._seal()
@@ -171,34 +169,39 @@ class FlatAccumulator:
             self._seal()
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> Iterator[bool]:
         """A block with the round's weighted mean in `param.grad`; leaving it starts the next round.
 
         A parameter that got no gradient in the whole round has one of zeros. When the block raises, the round stays open
         with its gradients as they were accumulated, unless they were changed in place.
+
+        Enters with True; with False and zeros where scaled gradients overflowed and there is no mean of other peers: leave
+        out the step, the next round has a lower scale. Among peers a local mean that is not finite counts for nothing.
 
         Raises:
             RuntimeError: nothing was accumulated, a micro-batch failed halfway, or inside another block of this accumulator.
         """
         self._require_closed("averaged")
         self._open = "averaged"
+        finite = True
         try:
-            if not self._micro_batches:
-                raise RuntimeError("averaged() before any micro_batch(): the round holds no gradient")
-            if self._counted is None and self._samples == 0:
-                raise RuntimeError("averaged() of a round that counts 0: there is no mean of nothing; call reset()")
-            if self._damage is not None:
-                raise RuntimeError(f"the sum holds a part of a micro-batch that failed ({self._damage}): call reset()")
+            self._require_whole()
+            finite = self._unscale()
             self._divide()
             if self._average is not None:
-                self._average(self.buffers, self.samples)
+                self._average(self.buffers, self.samples if finite else 0)
             self._show_views()
-            yield
+            yield finite or self._average is not None
         except BaseException:
-            self._multiply_back()
+            if finite:
+                self._multiply_back()
+            else:
+                self.reset()
             raise
         else:
             self.reset()
+            if self._scaling is not None:
+                self._scaling.update()
         finally:
             self._open = None
             self._seal()
@@ -306,6 +309,27 @@ class FlatAccumulator:
                     " gradient_as_bucket_view=False; backward(create_graph=True) needs FlatAccumulator(..., compat=True)"
                 )
 
+    def _require_whole(self) -> None:
+        if not self._micro_batches:
+            raise RuntimeError("averaged() before any micro_batch(): the round holds no gradient")
+        if self._counted is None and self._samples == 0:
+            raise RuntimeError("averaged() of a round that counts 0: there is no mean of nothing; call reset()")
+        if self._damage is not None:
+            raise RuntimeError(f"the sum holds a part of a micro-batch that failed ({self._damage}): call reset()")
+
+    def _unscale(self) -> bool:
+        """Divides by the scale; False, with zeros in the buffers, for a mean that must not reach parameters or peers."""
+        finite = True
+        if self._scaling is not None:
+            finite = self._scaling.unscale()
+        elif self._average is not None:
+            finite = all_finite(self.buffers)
+        if not finite:
+            logger.warning("a gradient of %s samples is not finite: they count for nothing in this round", self.samples)
+            for buffer in self.buffers:
+                buffer.zero_()
+        return finite
+
     def _divide(self) -> None:
         total = self._samples if self._counted is None else self._counted + self._samples
         self._divisor = total / self._anchor if self._anchor is not None else None
@@ -315,9 +339,12 @@ class FlatAccumulator:
 
     def _multiply_back(self) -> None:
         divisor, self._divisor = self._divisor, None
-        if divisor is not None:
-            for buffer in self.buffers:
-                buffer.mul_(divisor)
+        if divisor is None:
+            return
+        if self._scaling is not None:
+            self._scaling.scale_back()
+        for buffer in self.buffers:
+            buffer.mul_(divisor)
 
     def _clear(self) -> None:
         for slot in self._slots:
@@ -338,31 +365,3 @@ def _is_sharded(parameter: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(parameter, DTensor)
-
-
-def _laid_out(parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[_Slot, ...]]:
-    """Zeroed flat buffers, one per dtype and device, and each parameter's view in them, in the order of `parameters`."""
-    kinds: dict[tuple[torch.dtype, torch.device], int] = {}
-    starts = []
-    for parameter in parameters:
-        kind = (parameter.dtype, parameter.device)
-        starts.append(kinds.get(kind, 0))
-        kinds[kind] = starts[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-    buffers = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in kinds.items()}
-    slots = [
-        _Slot(
-            parameter=parameter,
-            view=_view(buffers[parameter.dtype, parameter.device], start, parameter),
-            seal=SealedGradient(parameter.detach()),
-        )
-        for parameter, start in zip(parameters, starts, strict=True)
-    ]
-    return tuple(buffers.values()), tuple(slots)
-
-
-def _view(buffer: Tensor, start: int, parameter: Tensor) -> Tensor:
-    """`buffer[start:]` in the shape of `parameter`, and in its memory order where that has no holes (channels_last)."""
-    part = buffer[start : start + parameter.numel()]
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return part.as_strided(parameter.size(), parameter.stride(), start)
-    return part.view(parameter.shape)
