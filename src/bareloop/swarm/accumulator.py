@@ -91,7 +91,7 @@ class FlatAccumulator:
         self.target = target
         self.buffers: tuple[Tensor, ...]
         """One flat tensor per dtype and device; between rounds zero."""
-        self.buffers, self._slots = laid_out(chosen)
+        self.buffers, self._layout = laid_out(chosen)
         self._average = average
         self._scaling = None if scaler is None else RoundScaling(scaler, self.buffers)
         self._open: str | None = None
@@ -163,10 +163,10 @@ class FlatAccumulator:
         except BaseException as error:
             if before != [buffer._version for buffer in self.buffers]:
                 self._damage = f"{type(error).__name__} in the middle of a micro-batch, {error}"
+            self._seal()
             raise
         finally:
             self._open = None
-            self._seal()
 
     @contextmanager
     def averaged(self) -> Iterator[bool]:
@@ -259,13 +259,15 @@ class FlatAccumulator:
         self._anchor = float(count)
 
     def _close(self, count: "float | Tensor", reduction: str) -> None:
-        """Takes in what the block's backward passes left in `param.grad`; nothing is counted whose gradient is not in."""
+        """Seals what the block's backward passes left in `param.grad`; nothing is counted whose gradient is not in a buffer."""
         if not isinstance(count, Tensor) and count == 0:
+            self._seal()
             return
         if self.compat:
             self._add(count, reduction)
+            self._seal()
         else:
-            self._require_views()
+            self._seal_views()
         if isinstance(count, Tensor) and count.device.type == "cpu":
             self._samples += count.item()  # no device to wait for
         elif isinstance(count, Tensor):
@@ -293,21 +295,26 @@ class FlatAccumulator:
         weight = 1.0 if reduction == "sum" else float(count) / self._anchor
         views: list[Tensor] = []
         gradients: list[Tensor] = []
-        for slot in self._slots:
-            if slot.parameter.grad is not None:
-                views.append(slot.view)
-                gradients.append(slot.parameter.grad)
+        for parameter, view in zip(self._layout.parameters, self._layout.views, strict=True):
+            if parameter.grad is not None:
+                views.append(view)
+                gradients.append(parameter.grad)
         if views:
             torch._foreach_add_(views, gradients, alpha=weight)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _require_views(self) -> None:
-        for slot in self._slots:
-            if slot.parameter.grad is not slot.view:
-                raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(slot.parameter.shape)} left its buffer inside"
-                    " micro_batch(): zero_grad() belongs outside of the block; DistributedDataParallel needs"
-                    " gradient_as_bucket_view=False; backward(create_graph=True) needs FlatAccumulator(..., compat=True)"
-                )
+    def _seal_views(self) -> None:
+        """Seals the gradients, in one walk with the look at whether each of them is in its buffer."""
+        strays = []
+        for parameter, view, seal in zip(self._layout.parameters, self._layout.views, self._layout.seals, strict=True):
+            if parameter.grad is not view:
+                strays.append(tuple(parameter.shape))
+            parameter.grad = seal
+        if strays:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {strays[0]} left its buffer inside micro_batch(): zero_grad() belongs"
+                " outside of the block; DistributedDataParallel needs gradient_as_bucket_view=False;"
+                " backward(create_graph=True) needs FlatAccumulator(..., compat=True)"
+            )
 
     def _require_whole(self) -> None:
         if not self._micro_batches:
@@ -347,16 +354,16 @@ class FlatAccumulator:
             buffer.mul_(divisor)
 
     def _clear(self) -> None:
-        for slot in self._slots:
-            slot.parameter.grad = None
+        for parameter in self._layout.parameters:
+            parameter.grad = None
 
     def _show_views(self) -> None:
-        for slot in self._slots:
-            slot.parameter.grad = slot.view
+        for parameter, view in zip(self._layout.parameters, self._layout.views, strict=True):
+            parameter.grad = view
 
     def _seal(self) -> None:
-        for slot in self._slots:
-            slot.parameter.grad = slot.seal
+        for parameter, seal in zip(self._layout.parameters, self._layout.seals, strict=True):
+            parameter.grad = seal
 
 
 def _is_sharded(parameter: Tensor) -> bool:

@@ -8,22 +8,24 @@ from torch import Tensor
 
 from bareloop.swarm.sealed import SealedGradient
 
-__all__ = ["Slot", "laid_out"]
+__all__ = ["Layout", "laid_out"]
 
 _ALIGNMENT = 16
 """Elements that a view starts at a multiple of: kernels read whole vectors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """A parameter and its part of a flat buffer."""
+class Layout:
+    """Parameters and, at the same index, what stands in their `grad`. Tuples beside each other: walks are once a micro-batch."""
 
-    parameter: Tensor
-    view: Tensor
-    seal: SealedGradient
+    parameters: tuple[Tensor, ...]
+    views: tuple[Tensor, ...]
+    """The part of a flat buffer that each one's gradient has."""
+    seals: tuple[SealedGradient, ...]
+    """One for all parameters that look alike: fewer objects to fetch between two backward passes."""
 
 
-def laid_out(parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Slot, ...]]:
+def laid_out(parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Layout]:
     """Zeroed flat buffers, one per dtype and device, and each parameter's view in them, in the order of `parameters`."""
     kinds: dict[tuple[torch.dtype, torch.device], int] = {}
     starts = []
@@ -32,15 +34,21 @@ def laid_out(parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Sl
         starts.append(kinds.get(kind, 0))
         kinds[kind] = starts[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
     buffers = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in kinds.items()}
-    slots = [
-        Slot(
-            parameter=parameter,
-            view=_view(buffers[parameter.dtype, parameter.device], start, parameter),
-            seal=SealedGradient(parameter.detach()),
-        )
+    views = (
+        _view(buffers[parameter.dtype, parameter.device], start, parameter)
         for parameter, start in zip(parameters, starts, strict=True)
-    ]
-    return tuple(buffers.values()), tuple(slots)
+    )
+    seals: dict[object, SealedGradient] = {}
+    layout = Layout(
+        parameters=tuple(parameters),
+        views=tuple(views),
+        seals=tuple(seals.setdefault(_looks(p), SealedGradient(p.detach())) for p in parameters),
+    )
+    return tuple(buffers.values()), layout
+
+
+def _looks(parameter: Tensor) -> object:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
 
 
 def _view(buffer: Tensor, start: int, parameter: Tensor) -> Tensor:
