@@ -11,6 +11,11 @@
     LeanSFTTrainer = lean(trl.SFTTrainer)
     for step in steps(model, optimizer, batches, loss_fn, accumulate=8, max_norm=1.0): ...
 
+    from bareloop import swarm
+
+    with swarm.join("my-run", target_batch=4096, engine="hivemind", peers=["/ip4/..."]) as run:
+        for step in steps(model, optimizer, batches, loss_fn, accumulate=run): ...
+
 Importing this loads neither torch nor anything else beyond the standard library: bareloop's probes import it in the
 process of the user's script. The loop's names load what they need when they are first used.
 """
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from bareloop.trainer.loop import steps
     from bareloop.trainer.options import LeanOptions
 
-__all__ = ["LeanOptions", "Trainer", "__version__", "compare", "explain", "lean", "steps"]
+__all__ = ["LeanOptions", "Trainer", "__version__", "compare", "explain", "lean", "steps", "swarm"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 __version__ = "0.1.0"
 
@@ -35,7 +40,7 @@ _LAZY = {
     "lean": "bareloop.trainer.hf",
     "steps": "bareloop.trainer.loop",
 }
-"""Name -> module: what needs torch, loaded when it is first asked for."""
+"""Name -> module: what needs torch, loaded when it is first asked for. `swarm` is a module, and loads its own names so."""
 
 
 def __getattr__(name: str) -> Any:
@@ -45,6 +50,8 @@ def __getattr__(name: str) -> Any:
         AttributeError: no such name.
         ImportError: what it needs is not installed.
     """
+    if name == "swarm":
+        return importlib.import_module("bareloop.swarm")
     if name not in _LAZY:
         raise AttributeError(f"module 'bareloop' has no attribute {name!r}")
     try:
@@ -60,7 +67,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *__all__})
 
 
 def explain(

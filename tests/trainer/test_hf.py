@@ -66,10 +66,11 @@ def test_the_classes_it_makes() -> None:
     assert lean(own) is own
 
 
-def test_its_signature_is_the_stock_one_and_one_keyword() -> None:
+def test_its_signature_is_the_stock_one_and_two_keywords() -> None:
     stock = inspect.signature(Seq2SeqTrainer.__init__).parameters
     ours = dict(inspect.signature(lean(Seq2SeqTrainer).__init__).parameters)
     assert ours.pop("lean_options").kind is inspect.Parameter.KEYWORD_ONLY
+    assert ours.pop("swarm").kind is inspect.Parameter.KEYWORD_ONLY
     assert list(ours.values()) == list(stock.values())
 
 

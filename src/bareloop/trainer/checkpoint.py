@@ -39,7 +39,7 @@ from transformers.trainer_utils import (
 from transformers.training_args import ParallelMode
 from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
-from bareloop.trainer import resume, upstream
+from bareloop.trainer import resume, swarm, upstream
 from bareloop.trainer.checkpoint_error import CheckpointError
 from bareloop.trainer.checkpoint_thread import CheckpointThread, written_later
 
@@ -84,6 +84,7 @@ def save_checkpoint(trainer: Any, stock_save: Callable[[Any, Any], None], model:
         _give_notice(trainer, reason)
         stock_save(model, trial)
         resume.save_position(trainer, _place(trainer, trial).folder)
+        swarm.save_state(trainer, _place(trainer, trial).folder)
         return
     finish(trainer)
     if trainer.hp_search_backend is None and trial is None:
@@ -205,6 +206,7 @@ def _write(trainer: Any, place: _Place, later: list[Callable[[], None]] | None) 
         trainer._save_scaler(place.saving)
         trainer._save_rng_state(place.saving)
         resume.save_position(trainer, place.saving)
+        swarm.save_state(trainer, place.saving)
     if args.should_save:
         _store_callbacks(trainer)
         state.save_to_json(os.path.join(place.saving, _STATE_FILE))

@@ -15,7 +15,7 @@ from bareloop.trainer.events import Events
 from bareloop.trainer.plan import Plan
 from bareloop.trainer.running_loss import RunningLoss
 
-__all__ = ["EpochCall", "run_epoch"]
+__all__ = ["EpochCall", "Planned", "Progress", "begin_step", "finish", "run_epoch", "update"]
 
 logger = logging.getLogger("bareloop")
 
@@ -43,7 +43,7 @@ class EpochCall:
 
 
 @dataclass(slots=True)
-class _Progress:
+class Progress:
     """How far the epoch is; what the stock loop keeps in local variables."""
 
     micro_step: int = -1
@@ -55,16 +55,20 @@ class _Progress:
     learning_rate: float | None = None
 
 
-def run_epoch(trainer: Any, call: EpochCall, planned: Planned, running: RunningLoss) -> None:
+Loop = Callable[[Any, EpochCall, Planned, RunningLoss, Iterator[Any], Progress], None]
+
+
+def run_epoch(trainer: Any, call: EpochCall, planned: Planned, running: RunningLoss, loop: Loop | None = None) -> None:
     """Train for one pass over the data, as `trainer._run_epoch` would.
 
     Args:
         planned: decides how, for the trainer as it is when called.
         running: takes the losses.
+        loop: what goes through the batches; None for windows of `gradient_accumulation_steps`.
     """
     batches, progress = _opened(trainer, call)
     try:
-        _train_windows(trainer, call, planned, running, batches, progress)
+        (loop or _train_windows)(trainer, call, planned, running, batches, progress)
     except ValueError as error:
         if progress.micro_step < 0 and "does not contain any data" in str(error):  # accelerate's dispatching loader
             raise ValueError("train_dataset gave no row at all: is it empty, or was it read before?") from error
@@ -80,7 +84,7 @@ def run_epoch(trainer: Any, call: EpochCall, planned: Planned, running: RunningL
 
 
 def _train_windows(
-    trainer: Any, call: EpochCall, planned: Planned, running: RunningLoss, batches: Iterator[Any], progress: _Progress
+    trainer: Any, call: EpochCall, planned: Planned, running: RunningLoss, batches: Iterator[Any], progress: Progress
 ) -> None:
     """The hot loop. A plan that has become stale is made anew where the user's code may have run."""
     gradient_state, step, plan = trainer.accelerator.gradient_state, progress.micro_step, planned(call.model)
@@ -101,7 +105,7 @@ def _train_windows(
             closes = (step + 1) % accumulate == 0 or step + 1 == call.steps_in_epoch
             gradient_state.sync_gradients = closes
             if step % accumulate == 0:
-                _begin_step(trainer, plan.events)
+                begin_step(trainer, plan.events)
             if plan.is_stale(trainer):
                 plan = planned(call.model)
             if plan.without_sync is None or index == len(micro_batches):
@@ -115,7 +119,7 @@ def _train_windows(
             if plan.track_tokens is not None:
                 plan.track_tokens(batch)
             if closes:
-                _step(trainer, call, plan, planned, progress)
+                finish(trainer, call, update(trainer, plan, planned, progress), progress)
             elif plan.events.on_substep_end is not None:
                 plan.events.on_substep_end()
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
@@ -132,15 +136,15 @@ def _micro_step(trainer: Any, plan: Plan, running: RunningLoss, batch: Any, coun
         plan.walk.look_again()
 
 
-def _begin_step(trainer: Any, events: Events) -> None:
+def begin_step(trainer: Any, events: Events) -> None:
     control = trainer.control
     control.should_log = control.should_evaluate = control.should_save = False
     if events.on_step_begin is not None:
         events.on_step_begin()
 
 
-def _step(trainer: Any, call: EpochCall, plan: Plan, planned: Planned, progress: _Progress) -> None:
-    """From the gradients of a window to the end of the step: clip, optimizer, scheduler, callbacks, log."""
+def update(trainer: Any, plan: Plan, planned: Planned, progress: Progress) -> Plan:
+    """From the gradients of a step to the new parameters: clip, optimizer, scheduler. Returns the plan to go on with."""
     events, state = plan.events, trainer.state
     # The handler clears should_log at the beginning of a step, so it is set here only by the user's code.
     foreseen = events.log_can_be_foreseen and not plan.always_reports and not trainer.control.should_log
@@ -149,7 +153,7 @@ def _step(trainer: Any, call: EpochCall, plan: Plan, planned: Planned, progress:
     if events.on_pre_optimizer_step is not None:
         events.on_pre_optimizer_step()
         if plan.is_stale(trainer):
-            plan = planned(call.model)
+            plan = planned(plan.walk.model)
             events = plan.events
     plan.step()
     if events.on_optimizer_step is not None:
@@ -158,6 +162,12 @@ def _step(trainer: Any, call: EpochCall, plan: Plan, planned: Planned, progress:
     if plan.steps_scheduler and (plan.was_skipped is None or not plan.was_skipped()):
         trainer.lr_scheduler.step()
     plan.zero_grad()
+    return plan
+
+
+def finish(trainer: Any, call: EpochCall, plan: Plan, progress: Progress) -> None:
+    """What follows an update: the count, callbacks, log, evaluation, checkpoint."""
+    events, state = plan.events, trainer.state
     state.global_step += 1
     state.epoch = call.epoch + (progress.micro_step + 1) / call.steps_in_epoch
     if events.on_step_end is not None:
@@ -173,7 +183,7 @@ def _step(trainer: Any, call: EpochCall, plan: Plan, planned: Planned, progress:
         checkpoint.raise_failure(trainer)
 
 
-def _log_save_evaluate(trainer: Any, call: EpochCall, progress: _Progress) -> None:
+def _log_save_evaluate(trainer: Any, call: EpochCall, progress: Progress) -> None:
     trainer._maybe_log_save_evaluate(
         trainer._tr_loss,
         progress.norm,
@@ -186,9 +196,9 @@ def _log_save_evaluate(trainer: Any, call: EpochCall, progress: _Progress) -> No
     )
 
 
-def _opened(trainer: Any, call: EpochCall) -> tuple[Iterator[Any], _Progress]:
+def _opened(trainer: Any, call: EpochCall) -> tuple[Iterator[Any], Progress]:
     """The batches of the epoch that are still to be trained on, and where in the epoch that is."""
-    loader, progress = call.train_dataloader, _Progress()
+    loader, progress = call.train_dataloader, Progress()
     if call.epoch == call.epochs_trained and call.resume_from_checkpoint is not None:
         trained = call.steps_trained_in_current_epoch
         if trained > 0 and not trainer.args.ignore_data_skip:

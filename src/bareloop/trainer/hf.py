@@ -15,13 +15,14 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from transformers.trainer_utils import has_length
 
-from bareloop.trainer import checkpoint, checkpoint_files, evaluation, losses, memory, resume, transfer, upstream
+from bareloop.trainer import checkpoint, checkpoint_files, evaluation, losses, memory, resume, swarm, transfer, upstream
 from bareloop.trainer.epoch import EpochCall, run_epoch
 from bareloop.trainer.micro_step import without_cpu_index
 from bareloop.trainer.options import LeanOptions
 from bareloop.trainer.plan import Plan, decide, overridden_by, uncovered
 from bareloop.trainer.report import LOOP, FallBack, LeanReport
 from bareloop.trainer.running_loss import RunningLoss
+from bareloop.trainer.swarm_epoch import train_rounds, weighing
 
 __all__ = ["LeanLoop", "Trainer", "lean"]
 
@@ -46,6 +47,9 @@ class LeanLoop(transformers.Trainer):
     _stock_save_told: bool = False
     _resumed: Any = None
     _position: Any = None
+    _swarm: Any = None
+    """The peer that this trainer is, or None: see `bareloop.trainer.swarm`."""
+    _swarm_part: Any = None
 
     @property
     def lean_report(self) -> LeanReport:
@@ -107,12 +111,14 @@ class LeanLoop(transformers.Trainer):
         )
         reasons = _why_stock(self)
         running = self._running_loss
+        if self._swarm is not None:
+            swarm.refuse(self, reasons, None)
         if reasons or running is None:
             _give_notice(self, reasons)
             with resume.fast_skip(self):
                 return super()._run_epoch(**{name: getattr(call, name) for name in EpochCall.__slots__})
         try:
-            run_epoch(self, call, self._planned, running)
+            run_epoch(self, call, self._planned, running, None if self._swarm is None else train_rounds)
         finally:
             self._plan = self._own_loss = None  # they hold the model, and another one may be trained next
 
@@ -133,7 +139,24 @@ class LeanLoop(transformers.Trainer):
                 f"bareloop: {dropped} micro-steps had a loss of NaN or infinity; the logged loss leaves them out, as "
                 "logging_nan_inf_filter says"
             )
+        if self._swarm is not None:
+            return swarm.finished(self, super()._finalize_training, *args, **kwargs)
         return super()._finalize_training(*args, **kwargs)
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        values = super().set_initial_training_values(*args, **kwargs)
+        return values if self._swarm is None else swarm.without_end(values)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        model, loader = super()._prepare_for_training(*args, **kwargs)
+        if self._swarm is not None:
+            swarm.attach(self, model, weighing(self))
+        return model, loader
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self._swarm is not None and "loss" in logs:
+            logs.update(swarm.log_entries(self))
+        super().log(logs, *args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         plan = self._plan
@@ -169,9 +192,11 @@ class LeanLoop(transformers.Trainer):
         return transfer.on_host(self, loader) if self.lean_options.prefetch_batches else loader
 
     def _init_training_state(self, *args: Any) -> Any:
-        if not self.lean_options.stateful_loader:
-            return super()._init_training_state(*args)
-        return resume.init_training_state(self, super()._init_training_state, *args)
+        if self.lean_options.stateful_loader:
+            counted = resume.init_training_state(self, super()._init_training_state, *args)
+        else:
+            counted = super()._init_training_state(*args)
+        return counted if self._swarm is None else swarm.resumed(self, args[3], counted)
 
     def _load_rng_state(self, folder: Any) -> None:
         if not self.lean_options.stateful_loader:
@@ -191,8 +216,9 @@ class LeanLoop(transformers.Trainer):
 def lean(cls: type[_TrainerClass]) -> type[_TrainerClass]:
     """A subclass of `cls` that trains with the same results at the cost of a bare loop.
 
-    Its objects take one keyword more, `lean_options`, and have `lean_report`. Wherever a feature of the trainer or a
-    version of transformers is not covered, the stock loop runs, with a notice that says why.
+    Its objects take two keywords more, `lean_options` and `swarm`, and have `lean_report`. Wherever a feature of the
+    trainer or a version of transformers is not covered, the stock loop runs, with a notice that says why; with a swarm
+    (`bareloop.swarm.join`) that is refused.
 
     Args:
         cls: `transformers.Trainer` or a subclass: `Seq2SeqTrainer`, TRL's `SFTTrainer`, one's own. A class that is lean
@@ -214,22 +240,26 @@ def lean(cls: type[_TrainerClass]) -> type[_TrainerClass]:
 
 
 def _init_of(cls: type, made: type) -> Any:
-    """`cls.__init__` that takes `lean_options` too."""
+    """`cls.__init__` that takes `lean_options` and `swarm` too."""
 
     @functools.wraps(cls.__init__)
-    def __init__(self: Any, *args: Any, lean_options: LeanOptions | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self: Any, *args: Any, lean_options: LeanOptions | None = None, swarm: Any = None, **kwargs: Any
+    ) -> None:
         self.lean_options = LeanOptions() if lean_options is None else lean_options
+        self._swarm = swarm
         inherited: Any = super(made, self)
         inherited.__init__(*args, **kwargs)
         _refuse_what_is_not_honoured(self)
 
     signature = inspect.signature(cls.__init__)
-    extra = inspect.Parameter(
-        "lean_options", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=LeanOptions | None
-    )
+    extra = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in (("lean_options", LeanOptions | None), ("swarm", swarm.Peer | None))
+    ]
     parameters = list(signature.parameters.values())
     position = len(parameters) - sum(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-    parameters.insert(position, extra)
+    parameters[position:position] = extra
     __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return __init__
 
@@ -244,6 +274,15 @@ def _own_epoch(trainer: Any) -> tuple[FallBack, ...]:
     owner = overridden_by(trainer, "_run_epoch", (LeanLoop,))
     reason = f"_run_epoch is overridden by {owner}, and has not called the one that it overrides"
     return () if owner is None else (FallBack(part=LOOP, reason=reason),)
+
+
+def _own_loop(trainer: Any) -> str | None:
+    """Which method of the loop is overridden, and by whom."""
+    for name in ("_run_epoch", "_inner_training_loop", "_prepare_for_training"):
+        owner = overridden_by(trainer, name, (LeanLoop, transformers.Trainer))
+        if owner is not None:
+            return f"{name} is overridden by {owner}"
+    return None
 
 
 def _beside_the_loop(trainer: Any, loop_is_lean: bool) -> tuple[FallBack, ...]:
@@ -273,6 +312,7 @@ def _refuse_what_is_not_honoured(trainer: Any) -> None:
     transfer.refuse_prefetching(trainer)
     losses.attach(trainer)
     memory.attach(trainer)
+    swarm.refuse(trainer, _why_stock(trainer), _own_loop(trainer))
 
 
 def _raise_failed_checkpoint(trainer: Any) -> None:

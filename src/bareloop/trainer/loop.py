@@ -33,7 +33,8 @@ __all__ = ["Accumulator", "Step", "steps"]
 class Accumulator(Protocol):
     """Gathers gradients beyond this process and decides when there are enough for a step, e.g. those of a swarm's peers.
 
-    A round is the micro-batches between two averages. Rounds go on where a call of `steps` ends.
+    A round is the micro-batches between two averages. Rounds go on where a call of `steps` ends. Where it has a method
+    `attach(model, optimizer, scheduler)` it is called with those of `steps`, before the first micro-batch.
     """
 
     def micro_batch(self, count: Count, *, reduction: str) -> AbstractContextManager[object]:
@@ -122,8 +123,9 @@ def steps(
         batches: micro-batches: a loader for one epoch, or any iterable. Moved to the model's device if that is an
             accelerator. With `accumulate` above 1 under DDP or fully_shard one is taken ahead within a window.
         loss_fn: see above.
-        accumulate: micro-batches in a step, of which the last of `batches` may have fewer; or an `Accumulator`. Under
-            DDP an `Accumulator` makes each micro-step reduce, since no one knows beforehand which is the last.
+        accumulate: micro-batches in a step, of which the last of `batches` may have fewer; or an `Accumulator`, such as
+            what `bareloop.swarm.join` gives. Under DDP an `Accumulator` makes each micro-step reduce, since no one knows
+            beforehand which is the last.
         max_norm: clip the total gradient to this norm; math.inf only measures it.
         scheduler: stepped after each step of the optimizer, and not where "fp16" leaves one out. With a fused optimizer
             that takes one host read a step; with others torch's scaler makes that read itself.
@@ -153,6 +155,8 @@ def steps(
         restore=partial(reducing.synchronise, True) if reducing.synchronise else _nothing,
         ranks=reducing.ranks,
     )
+    if gathered is not None:
+        getattr(gathered, "attach", _not_attached)(model, optimizer, scheduler)
     return _steps(model, batches, plan)
 
 
@@ -289,6 +293,10 @@ def _backward(scaler: GradScaler | None, gathered: Accumulator | None) -> Callab
 def _always() -> bool:
     """Whether a window of so many micro-batches makes a step, a short one at the end too."""
     return True
+
+
+def _not_attached(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+    """For an accumulator that needs to know none of them."""
 
 
 def _nothing() -> None:

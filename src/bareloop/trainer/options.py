@@ -46,6 +46,11 @@ class LeanOptions:
     """Batches copied to the accelerator ahead of their use, on a stream of their own; 0 copies each when it is used.
     Refused where there is no accelerator."""
 
+    swarm_counts: str = "samples"
+    """What a trainer in a swarm counts towards the target batch, and weighs micro-batches by: "samples", the rows of the
+    batches, or "labels", those that are not -100, as gradient accumulation in transformers weighs them. "labels" needs a
+    model that takes `num_items_in_batch` (those of transformers do) or a `compute_loss_func`."""
+
     def __post_init__(self) -> None:
         refuse_metrics(self.streaming_metrics)
         refuse_names(self.log_extra_losses)
@@ -60,3 +65,5 @@ class LeanOptions:
                 f"prefetch_batches={self.prefetch_batches} with stateful_loader=True: the loader's state would be ahead "
                 "of what was trained on; give one of the two"
             )
+        if self.swarm_counts not in ("samples", "labels"):
+            raise ValueError(f"swarm_counts={self.swarm_counts!r}: must be 'samples' (rows) or 'labels'")
