@@ -93,6 +93,7 @@ class FlatAccumulator:
         """One flat tensor per dtype and device; between rounds zero."""
         self.buffers, self._layout = laid_out(chosen)
         self._average = average
+        self.scaler = scaler
         self._scaling = None if scaler is None else RoundScaling(scaler, self.buffers)
         self._open: str | None = None
         self._begin_round()
@@ -119,6 +120,13 @@ class FlatAccumulator:
         return self._samples if self._counted is None else self._samples + self._counted.item()
 
     @property
+    def known_samples(self) -> float:
+        """Those of `samples` that are known on the host; reads nothing from the device."""
+        while self._arriving and self._arriving[0][1].query():
+            self._arrived += self._arriving.pop(0)[0].item()
+        return self._samples + self._arrived
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of this round so far."""
         return self._micro_batches
@@ -134,9 +142,7 @@ class FlatAccumulator:
         """
         if self.target is None:
             raise RuntimeError("ready() without a target: give FlatAccumulator(..., target=N)")
-        while self._arriving and self._arriving[0][1].query():
-            self._arrived += self._arriving.pop(0)[0].item()
-        return self._samples + self._arrived >= self.target
+        return self.known_samples >= self.target
 
     @contextmanager
     def micro_batch(self, count: "float | Tensor", *, reduction: str = "mean") -> Iterator[None]:

@@ -25,10 +25,12 @@ import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner, AveragingMode
 from hivemind.averaging.group_info import GroupInfo
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.proto.averaging_pb2 import AveragingData  # pyright: ignore[reportAttributeAccessIssue]
 from hivemind.utils import get_dht_time
+from hivemind.utils.asyncio import amap_in_executor
 from torch import Tensor
 
 __all__ = ["WholeAverager"]
@@ -68,13 +70,45 @@ class _Runner(AllReduceRunner):
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
         try:
-            await super()._communicate_with_peer(peer_id)
+            if peer_id == self.peer_id:
+                await self._reduce_own_parts()
+            else:
+                await super()._communicate_with_peer(peer_id)
         except Exception as error:
             self._fail(f"{peer_id} did not return its part: {error!r}")
             raise
 
+    # Upstream sends the difference from what the receiver gave, so each peer's sum is rounded its own way: their means differ
+    # by 1e-7 and their parameters drift apart. Here the mean itself is sent, and all peers have the same to the bit.
+
+    async def _reduce_own_parts(self) -> None:
+        sender, reducer = self.sender_peer_ids.index(self.peer_id), self.ordered_peer_ids.index(self.peer_id)
+        container = self.tensor_part_container
+        kind = container.compression.compression_type
+        for index, part in enumerate(self.parts_for_local_averaging):
+            mean = await self.tensor_part_reducer.accumulate_part(sender, index, part, weight=self.weight)
+            if kind != runtime_pb2.CompressionType.NONE:  # what the others get
+                mean = deserialize_torch_tensor(serialize_torch_tensor(mean, kind))
+            container.register_processed_part(reducer, index, mean)
+
+    async def _accumulate_parts_streaming(self, stream: Any, sender_index: int) -> Any:
+        index, loop = 0, asyncio.get_running_loop()
+        try:
+            async for part, weight, kind in amap_in_executor(
+                lambda sent: (deserialize_torch_tensor(sent.tensor_part), sent.weight, sent.tensor_part.compression),
+                stream,
+                max_prefetch=self.tensor_part_container.prefetch,
+            ):
+                mean = await self.tensor_part_reducer.accumulate_part(sender_index, index, part, weight=weight)
+                index += 1
+                packed = await loop.run_in_executor(None, serialize_torch_tensor, mean, kind)
+                yield AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=packed)
+        finally:
+            if index != self.tensor_part_reducer.num_parts:
+                await self._ban_sender(self.sender_peer_ids[sender_index])
+
     async def exchange(self) -> list[Tensor]:
-        """What to add to each tensor to make it the mean; [] for an auxiliary peer.
+        """The mean of each tensor; [] for an auxiliary peer.
 
         Raises:
             AllreduceException: a groupmate failed.
@@ -90,7 +124,7 @@ class _Runner(AllReduceRunner):
             await asyncio.gather(collecting, return_exceptions=True)
 
     async def _collect(self) -> list[Tensor]:
-        return [update async for update in self]
+        return [mean async for mean in self]
 
 
 class _Ballot:
@@ -165,7 +199,7 @@ class WholeAverager(DecentralizedAverager):
         self._running_groups[group_id].set_result(runner)
         try:
             began = time.monotonic()
-            updates = await runner.exchange()
+            means = await runner.exchange()
             ballot.whole.set_result(True)
             # A client-mode groupmate downloads only after it has sent: as long again.
             patience_s = time.monotonic() - began + (runner.sender_timeout or _AGREE_S)
@@ -176,8 +210,10 @@ class WholeAverager(DecentralizedAverager):
         finally:
             ballot.lose()
         with torch.no_grad():
-            for tensor, update in zip(tensors, updates, strict=False):
-                tensor.add_(update, alpha=self._averaging_alpha)
+            for tensor, mean in zip(tensors, means, strict=False):
+                tensor.copy_(
+                    mean if self._averaging_alpha == 1 else tensor.lerp(mean.to(tensor), self._averaging_alpha)
+                )
         self._means.value += 1
         self.last_updated = get_dht_time()
         self._state_updated.set()

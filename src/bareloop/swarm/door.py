@@ -32,6 +32,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -105,7 +106,9 @@ class Swarm:
         self._last: SwarmStatus | None = None
         """Set when it is closed."""
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None, scaler: GradScaler | None = None
+    ) -> None:
         """Joins the run to train `model`; a peer that comes late has the state of the others when it returns.
 
         Again with the same objects (or without the scheduler) it does nothing.
@@ -114,6 +117,8 @@ class Swarm:
             model: bare or under DistributedDataParallel; all peers have the same.
             optimizer: over parameters of `model`.
             scheduler: stepped once a round, by the caller; a late peer gets its state too.
+            scaler: what scales the losses; each peer has its own. As `FlatAccumulator` takes it: inside `averaged` the
+                gradient is unscaled, and the optimizer is stepped without the scaler.
 
         Raises:
             ValueError: attached to other objects already; an optimizer over parameters that are not the model's; and what
@@ -124,9 +129,13 @@ class Swarm:
             raise RuntimeError(_closed(self.run_id))
         if self._attached is not None:
             _require_same(self._attached, model, optimizer, scheduler)
+            if scaler is not None and scaler is not self._joined().scaler:
+                raise ValueError(
+                    "attached with another scaler already, or with none: attach(..., scaler=scaler) by hand"
+                )
             return
         parameters = _stepped(model, optimizer)
-        accumulator = FlatAccumulator(parameters, target=self.target, average=self._average_with_others)
+        accumulator = FlatAccumulator(parameters, target=self.target, average=self._average_with_others, scaler=scaler)
         engine = over_ranks(self._engine, model)
         state = TrainingState(model=_bare(model), optimizer=optimizer, scheduler=scheduler)
         leave = weakref.finalize(self, _leave, engine, os.getpid())
@@ -158,7 +167,7 @@ class Swarm:
             RuntimeError: not attached, or closed.
         """
         accumulator = self._joined()
-        samples = _known(accumulator)
+        samples = accumulator.known_samples
         if not self._is_ready and samples > 0:
             try:
                 self._is_ready = self._engine.ready(samples)
@@ -230,7 +239,7 @@ class Swarm:
             return self._last
         meter, accumulator = self._meter, self._accumulator
         is_in = accumulator is not None
-        here = _known(accumulator) if is_in else 0.0
+        here = accumulator.known_samples if accumulator is not None else 0.0
         return SwarmStatus(
             round=self._engine.round if is_in else self._start_round,
             samples=max(self._engine.global_samples, here) if is_in else 0.0,
@@ -312,6 +321,8 @@ class Swarm:
 
     def _average_with_others(self, buffers: Sequence[Tensor], samples: float) -> None:
         self._own, self._of_all = samples, self._engine.average(buffers, samples)
+        if not samples:  # not finite, and so left out
+            self._lost_samples += self._joined().samples
 
     def _publish(self) -> None:
         self._published_at = self._clock()
@@ -326,12 +337,6 @@ def _leave(engine: Engine, process: int) -> None:
     """Closes the engine in the process that opened it, not in one forked from it."""
     if os.getpid() == process:
         engine.close()
-
-
-def _known(accumulator: FlatAccumulator) -> float:
-    """Samples of the round that are known on the host: `accumulator.samples` would wait for the device."""
-    accumulator.ready()  # takes in the counts that have arrived
-    return accumulator._samples + accumulator._arrived
 
 
 def _names(letter: str) -> bool:

@@ -1,4 +1,4 @@
-"""The seam between the swarm's door (`join.py`) and the engines beneath it (`hivemind_engine.py`, `torchft_engine.py`).
+"""The seam between the swarm's door (`door.py`) and the engines beneath it (`hivemind_engine.py`, `torchft_engine.py`).
 
 An engine keeps one peer in step with the others: it says when the peers have enough samples together, makes the mean of
 their gradients, and hands the run's state to whoever comes late. It never steps an optimizer and never touches
@@ -72,8 +72,10 @@ class Engine(Protocol):
     def average(self, buffers: Sequence[Tensor], samples: float) -> float:
         """Turns this peer's mean over `samples` in `buffers` into the mean over all peers, in place; returns their samples.
 
+        With 0 samples this peer has nothing to give (its gradients are not finite) and takes the mean of the others.
+
         Raises:
-            RoundFailed: `buffers` are as they were.
+            RoundFailed: `buffers` are as they were. Also where all peers have 0 samples.
             StateReplaced: as for `ready`.
         """
         ...

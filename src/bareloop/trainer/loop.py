@@ -34,7 +34,7 @@ class Accumulator(Protocol):
     """Gathers gradients beyond this process and decides when there are enough for a step, e.g. those of a swarm's peers.
 
     A round is the micro-batches between two averages. Rounds go on where a call of `steps` ends. Where it has a method
-    `attach(model, optimizer, scheduler)` it is called with those of `steps`, before the first micro-batch.
+    `attach(model, optimizer, scheduler, scaler)` it is called with those of `steps`, before the first micro-batch.
     """
 
     def micro_batch(self, count: Count, *, reduction: str) -> AbstractContextManager[object]:
@@ -73,7 +73,8 @@ class Step:
     gradient_norm: Tensor | None
     """Norm of the whole gradient before clipping; None without `max_norm`."""
     overflow: Tensor | None
-    """Above 0 if a gradient was not finite, so that the parameters were left as they are; None but for "fp16"."""
+    """Above 0 if a gradient was not finite, so that the parameters were left as they are; None but for "fp16", and with an
+    accumulator, which leaves such a round out."""
 
     @property
     def micro_steps(self) -> int:
@@ -139,6 +140,7 @@ def steps(
     reducing = reduction(model)
     scaler = gradient_scaler(precision, scaler, device)
     gathered = _gathered(accumulate, scaler)
+    unscaling = scaler if gathered is None else None  # an accumulator has divided the scale out
     parameters = trained(model, optimizer)
     plan = _Plan(
         window=_window(accumulate, reducing),
@@ -148,15 +150,15 @@ def steps(
         complete=_always if gathered is None else gathered.ready,
         averaged=nullcontext if gathered is None else gathered.averaged,
         multiplied=lambda factor: multiply(parameters(), factor),
-        clip=clipping(max_norm, parameters, scaler, optimizer),
-        update=updating(optimizer, scheduler, scaler),
+        clip=clipping(max_norm, parameters, unscaling, optimizer),
+        update=updating(optimizer, scheduler, unscaling),
         clear=optimizer.zero_grad if gathered is None else _nothing,
         abandon=reducing.abandon or _nothing,
         restore=partial(reducing.synchronise, True) if reducing.synchronise else _nothing,
         ranks=reducing.ranks,
     )
     if gathered is not None:
-        getattr(gathered, "attach", _not_attached)(model, optimizer, scheduler)
+        getattr(gathered, "attach", _not_attached)(model, optimizer, scheduler, scaler)
     return _steps(model, batches, plan)
 
 
@@ -236,7 +238,7 @@ def _gathered(accumulate: int | Accumulator, scaler: GradScaler | None) -> Accum
     """The accumulator, or None for a number of micro-batches.
 
     Raises:
-        ValueError: it is neither, a number below 1, or an accumulator of scaled gradients.
+        ValueError: it is neither, a number below 1, or an accumulator that knows nothing of the scaler.
     """
     if isinstance(accumulate, int) and not isinstance(accumulate, bool):
         if accumulate < 1:
@@ -247,9 +249,10 @@ def _gathered(accumulate: int | Accumulator, scaler: GradScaler | None) -> Accum
             f"accumulate={accumulate!r}: must be a number of micro-batches or an accumulator, which has the methods "
             "micro_batch(count, reduction=...), ready() and averaged()"
         )
-    if scaler is not None:
+    if scaler is not None and not hasattr(accumulate, "attach") and getattr(accumulate, "scaler", None) is not scaler:
         raise ValueError(
-            "precision='fp16' with an accumulator: peers would add gradients of different scales; use precision='bf16'"
+            "precision='fp16' with an accumulator that does not divide by the scale: give the same scaler to both, "
+            "FlatAccumulator(..., scaler=scaler) and steps(..., scaler=scaler), or use precision='bf16'"
         )
     return accumulate
 
@@ -278,11 +281,11 @@ def _until_ready(accumulator: Accumulator, source: Iterator[Any]) -> Iterator[An
 
 def _backward(scaler: GradScaler | None, gathered: Accumulator | None) -> Callable[[Tensor, Count | None], None]:
     if gathered is not None:
+        around, scaled = gathered.micro_batch, _as_it_is if scaler is None else scaler.scale
 
         def weighted(loss: Tensor, count: Count | None) -> None:
-            around = gathered.micro_batch
             with around(1, reduction="mean") if count is None else around(count, reduction="sum"):
-                loss.backward()
+                scaled(loss).backward()
 
         return weighted
     if scaler is not None:
@@ -295,8 +298,12 @@ def _always() -> bool:
     return True
 
 
-def _not_attached(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+def _not_attached(model: nn.Module, optimizer: Optimizer, scheduler: Any, scaler: GradScaler | None) -> None:
     """For an accumulator that needs to know none of them."""
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
 
 
 def _nothing() -> None:
