@@ -110,7 +110,7 @@ class _Learner:
         def settled() -> bool:
             with contextlib.suppress(StateReplaced):
                 engine.ready(0)
-            return len(engine._beside()) == others
+            return len(engine._company.beside(engine._lineage)) == others
 
         _until(settled)
 
@@ -343,7 +343,7 @@ def test_a_mean_that_cannot_be_had_leaves_the_gradients(peers: _Peers, monkeypat
     peers.b.engine.ready(6)
     peers.a.wait_ready()
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_members", lambda waited_s: frozenset({engine._roster.mine.peer, b"nobody"}))
+        patched.setattr(engine._company, "members", lambda lineage, waited_s: frozenset({engine._roster.mine.peer, b"nobody"}))
         patched.setattr(engine, "_patience_s", lambda peer: -20.0)
         with pytest.raises(RoundFailed):
             peers.a.step()

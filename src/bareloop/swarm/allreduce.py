@@ -53,6 +53,10 @@ class _AttemptFailed(BaseException):
     """An attempt that ended in nothing. Not an Exception: upstream prints a traceback for those, and names this one itself."""
 
 
+_PART = averaging_pb2.AVERAGED_PART  # pyright: ignore[reportAttributeAccessIssue]
+_UNCOMPRESSED = runtime_pb2.CompressionType.NONE  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _Runner(AllReduceRunner):
     """An all-reduce that fails as soon as one groupmate does, and never sends a mean that lacks one."""
 
@@ -87,7 +91,7 @@ class _Runner(AllReduceRunner):
         kind = container.compression.compression_type
         for index, part in enumerate(self.parts_for_local_averaging):
             mean = await self.tensor_part_reducer.accumulate_part(sender, index, part, weight=self.weight)
-            if kind != runtime_pb2.CompressionType.NONE:  # what the others get
+            if kind != _UNCOMPRESSED:  # what the others get
                 mean = deserialize_torch_tensor(serialize_torch_tensor(mean, kind))
             container.register_processed_part(reducer, index, mean)
 
@@ -102,7 +106,7 @@ class _Runner(AllReduceRunner):
                 mean = await self.tensor_part_reducer.accumulate_part(sender_index, index, part, weight=weight)
                 index += 1
                 packed = await loop.run_in_executor(None, serialize_torch_tensor, mean, kind)
-                yield AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=packed)
+                yield AveragingData(code=_PART, tensor_part=packed)
         finally:
             if index != self.tensor_part_reducer.num_parts:
                 await self._ban_sender(self.sender_peer_ids[sender_index])

@@ -23,6 +23,7 @@ sent with the micro-batches: a peer whose micro-batch takes longer shows up less
 """
 
 import atexit
+import logging
 import math
 import os
 import time
@@ -43,6 +44,8 @@ from bareloop.swarm.ranks import over_ranks
 from bareloop.swarm.status import Meter, SwarmStatus, peer_name, record
 
 __all__ = ["Swarm", "join"]
+
+_log = logging.getLogger(__name__)
 
 _PUBLISHED_EVERY_S = 1.0
 
@@ -309,8 +312,11 @@ class Swarm:
         self._meter.averaging()
         try:
             stack.enter_context(accumulator.averaged())
-        except RoundFailed:
+        except RoundFailed as failed:
             self._failures += 1
+            _log.warning(
+                "no mean for round %d (%s): the gradients are kept, nothing is applied", self.round + 1, failed
+            )
             return False
         except StateReplaced:
             self.reset()
@@ -320,9 +326,9 @@ class Swarm:
         return True
 
     def _average_with_others(self, buffers: Sequence[Tensor], samples: float) -> None:
-        self._own, self._of_all = samples, self._engine.average(buffers, samples)
-        if not samples:  # not finite, and so left out
+        if not samples:  # its gradients are not finite, and so left out
             self._lost_samples += self._joined().samples
+        self._own, self._of_all = samples, self._engine.average(buffers, samples)
 
     def _publish(self) -> None:
         self._published_at = self._clock()

@@ -27,6 +27,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from torch import Tensor
 
 from bareloop.swarm.engine import RoundFailed, StateReplaced, TrainingState
+from bareloop.swarm.hivemind_company import Company
 from bareloop.swarm.hivemind_meeting import Meeting, meet
 from bareloop.swarm.hivemind_options import HivemindOptions, compression_of, open_dht
 from bareloop.swarm.hivemind_roster import PeerRecord, Roster, group_key, lineage_after
@@ -42,9 +43,6 @@ _START_S = 120.0
 
 _LEAVE_S = 10.0
 """Longest time for one of them to end."""
-
-_JOINING_S = 3.0
-"""Seconds for which a donor holds its round until the peer that it serves is seen in the roster."""
 
 _SEARCH_S = 3600.0
 """A group is looked for until this peer says stop."""
@@ -88,13 +86,10 @@ class HivemindEngine:
         self._options = options or HivemindOptions()
         self._opened: list[Any] = []
         """What `close` has to close, in the order of opening."""
-        self._lineage, self._next, self._before = "", "", ""
-        """Names of the parameters: now, when the last mean is applied, and before it was."""
-        self._group: frozenset[bytes] = frozenset()
-        """Who has that mean."""
+        self._lineage, self._next = "", ""
+        """Names of the parameters: now, and when the last mean is applied."""
         self._checked, self._behind = 0, False
         self._last_call = self._round_began = 0.0
-        self._hold_until, self._held_for = 0.0, 0
         self._slowest_average_s: float | None = None
         self._retry_at = 0.0
         self._at_rest, self._stepping = threading.Lock(), False
@@ -179,20 +174,22 @@ class HivemindEngine:
         finally:
             self._report(waiting=False, now=True)
             self._last_call = time.monotonic()
-        if mean is None:
-            self._group, name = frozenset(), self._roster.mine.peer
-        else:
-            self._group, name = frozenset(mean.samples), mean.group
+        total = samples if mean is None else sum(mean.samples.values())
+        if not total:
+            raise RoundFailed("no peer has a gradient that is finite")
+        self._company.met(self.round, mean)
+        name = self._roster.mine.peer if mean is None else mean.group
+        if mean is not None:
             self._slowest_average_s = max(mean.average_s, 0.9 * (self._slowest_average_s or 0.0))
             for view, buffer in zip(self._views, buffers, strict=True):
                 buffer.copy_(view)
         self._next = lineage_after(self._lineage, name)
         self._moving(True)
-        return samples if mean is None else sum(mean.samples.values())
+        return total
 
     def applied(self) -> None:
         """See `Engine.applied`."""
-        self._before, self._lineage = self._lineage, self._next
+        self._company.before, self._lineage = self._lineage, self._next
         self._last_call = self._round_began = time.monotonic()
         self._report(round=self.round + 1, lineage=self._lineage, samples=0.0, now=True)
         self._moving(False)
@@ -220,9 +217,8 @@ class HivemindEngine:
     def _open(self, buffers: Sequence[Tensor], round: int) -> None:
         validators = list(self._options.record_validators)
         signature = next((v for v in validators if isinstance(v, RSASignatureValidator)), None)
-        if (
-            signature is None
-        ):  # hivemind's own key is one a process, and forked peers would overwrite each other's records
+        if signature is None:
+            # hivemind's own key is one a process, and forked peers would overwrite each other's records
             signature = RSASignatureValidator(RSAPrivateKey())
             validators.append(signature)
         self._dht = open_dht(self._addresses, self._options, validators)
@@ -257,6 +253,7 @@ class HivemindEngine:
         )
         forget_s, key = self._options.forget_after_s, f"{self._run_id}.peers"
         self._roster = Roster(self._dht, key, signature.local_public_key, mine, forget_s, self._eta_s)
+        self._company = Company(self._roster, self._options)
         self._roster.start()
         self._opened.append(self._roster)
 
@@ -280,11 +277,11 @@ class HivemindEngine:
         try:
             mine = self._roster.mine
             text, tensors = pack(self._state)
-            self._held_for = len(self._roster.view.beside(mine.round, self._lineage))
-            self._hold_until = time.monotonic() + _JOINING_S
+            self._company.hold(self._lineage)
         finally:
             self._at_rest.release()
-        return json.dumps({"round": mine.round, "lineage": self._lineage, "state": text}), tensors
+        layout = {"round": mine.round, "lineage": self._lineage, "state": text, "tensors": len(tensors)}
+        return json.dumps(layout), tensors
 
     def _moving(self, stepping: bool) -> None:
         """Says whether the parameters change from now on."""
@@ -341,6 +338,8 @@ class HivemindEngine:
             at = {"round": int(layout["round"]), "lineage": str(layout["lineage"]), "samples": 0.0}
             self._report(**at, loading=True, now=True)
             received = tensors.result(max(limit_s - (time.monotonic() - began), 1.0))
+            if len(received) != layout["tensors"]:
+                raise AllreduceException(f"{len(received)} of {layout['tensors']} tensors came: the donor left")
         except BaseException:
             self._roster.report(before, now=True)
             raise
@@ -366,35 +365,12 @@ class HivemindEngine:
             return Attempt(key=key, members=members, samples=samples, search_s=_SEARCH_S, average_s=average_s)
 
         def limit_s() -> float:
-            patience_s = max((self._patience_s(p) for p in self._beside()), default=0.0)
-            return patience_s + 2 * self._options.forget_after_s + 10.0
+            return self._company.patience_s(self._lineage) + 2 * self._options.forget_after_s + 10.0
 
         return Meeting(
-            members=self._members,
+            members=lambda waited_s: self._company.members(self._lineage, waited_s),
             attempt=attempt,
             in_step=lambda: not self._roster.view.ahead_of(mine.round, self._lineage),
             refresh=lambda: self._roster.look(self._options.forget_after_s),
             limit_s=limit_s,
         )
-
-    def _beside(self) -> list[PeerRecord]:
-        """Peers who are to average with this one, those included who have not applied the last mean yet."""
-        mine, view = self._roster.mine, self._roster.view
-        here = list(view.beside(mine.round, self._lineage))
-        coming = [p for p in view.beside(mine.round - 1, self._before) if p.peer in self._group]
-        return here + [replace(p, waiting=False) for p in coming]
-
-    def _members(self, waited_s: float) -> frozenset[bytes]:
-        beside = self._beside()
-        there = [p for p in beside if p.waiting or waited_s < self._patience_s(p)]
-        if len(there) + 1 < self._options.min_peers:
-            return frozenset()
-        if time.monotonic() < self._hold_until and len(beside) <= self._held_for:
-            return frozenset()
-        return frozenset({self._roster.mine.peer, *(p.peer for p in there)})
-
-    def _patience_s(self, peer: PeerRecord) -> float:
-        """Longest wait for `peer`, in seconds, while it lives."""
-        if peer.loading:
-            return self._options.state_timeout_s
-        return max(self._options.patience_s, 3 * peer.pace_s)

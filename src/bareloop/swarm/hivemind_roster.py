@@ -68,6 +68,8 @@ class View:
     read: int
     """Counts readings."""
     others: tuple[PeerRecord, ...]
+    left: frozenset[bytes] = frozenset()
+    """Peers who took their leave a moment ago."""
 
     def beside(self, round: int, lineage: str) -> tuple[PeerRecord, ...]:
         """Those who hold the parameters that `lineage` names."""
@@ -187,7 +189,8 @@ class Roster(threading.Thread):
             self._take_in(entries, passed_s)
         with self._changed:
             alive = tuple(p for p, silent_s in self._heard.values() if silent_s < self._forget_after_s and not p.left)
-            self.view, self._reading = View(read=self.view.read + 1, others=alive), False
+            left = frozenset(p.peer for p, _ in self._heard.values() if p.left)
+            self.view, self._reading = View(read=self.view.read + 1, others=alive, left=left), False
             self._changed.notify_all()
 
     def _take_in(self, entries: dict[Any, Any], passed_s: float) -> None:

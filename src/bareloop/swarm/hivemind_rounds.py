@@ -23,12 +23,13 @@ from hivemind.compression import CompressionBase, deserialize_torch_tensor
 from hivemind.dht import DHT
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto.averaging_pb2 import (
+    BAD_GROUP_ID,  # pyright: ignore[reportAttributeAccessIssue]
     AveragingData,  # pyright: ignore[reportAttributeAccessIssue]
     DownloadData,  # pyright: ignore[reportAttributeAccessIssue]
     DownloadRequest,  # pyright: ignore[reportAttributeAccessIssue]
 )
 from hivemind.utils import MPFuture, get_dht_time
-from hivemind.utils.asyncio import aiter_with_timeout
+from hivemind.utils.asyncio import achain, aiter_with_timeout, as_aiter
 from hivemind.utils.streaming import combine_from_streaming
 from torch import Tensor
 
@@ -43,6 +44,12 @@ _REDECLARE_S = 10.0
 
 _REQUEST_S = 2.0
 """Seconds to wait for a possible leader's answer."""
+
+_SECOND_LOOK_S = 1.0
+"""Seconds in which a group that lacks a peer may turn out to be whole: peers give up one that died not all at once."""
+
+_REFUSED = 32
+"""Groups whose members are told at once that they were left."""
 
 _LINGER_S = 1.0
 """Seconds that a peer which leaves stays for groupmates who still ask about the last mean."""
@@ -101,6 +108,7 @@ class RoundAverager(WholeAverager):
         self._snapshot, self._silence_s = snapshot, silence_s
         self._members: frozenset[bytes] = frozenset()
         self._search: asyncio.Task[GroupInfo | None] | None = None
+        self._refused: list[bytes] = []
         self._serving = 0
         self._last_served = 0.0
         super().__init__(
@@ -201,9 +209,7 @@ class RoundAverager(WholeAverager):
             self._search = None
         if group is None:
             raise AllreduceException(f"the {len(self._members)} peers did not meet in {attempt.search_s:.0f} s")
-        missing = self._members - {peer.to_bytes() for peer in group.peer_ids}
-        if missing:
-            raise AllreduceException(f"the group lacks {len(missing)} of {len(self._members)} peers")
+        await self._require_all(group)
         met = time.monotonic()
         with self._register_allreduce_group(group):
             try:
@@ -212,6 +218,21 @@ class RoundAverager(WholeAverager):
                 raise AllreduceException(f"the all-reduce took longer than {attempt.average_s:.0f} s") from None
         self._last_served = time.monotonic()
         return Mean(group=group.group_id, samples=samples, search_s=met - began, average_s=time.monotonic() - met)
+
+    async def _require_all(self, group: GroupInfo) -> None:
+        """Returns when all members are in `group`.
+
+        Raises:
+            AllreduceException: one is missing, and did not turn out to be dead.
+        """
+        present, until = {peer.to_bytes() for peer in group.peer_ids}, time.monotonic() + _SECOND_LOOK_S
+        while self._members - present:
+            if time.monotonic() > until:
+                self._refused = [*self._refused[1 - _REFUSED :], group.group_id]
+                self._pending_groups_registered.set()  # for those whose parts wait here: they are told
+                lacking = len(self._members - present)
+                raise AllreduceException(f"the group lacks {lacking} of {len(self._members)} peers")
+            await asyncio.sleep(0.02)
 
     async def _average(self, group: GroupInfo, weight: float) -> dict[bytes, float]:
         gathered: list[Any] = [self.serializer.loads(data) for data in group.gathered]
@@ -292,7 +313,11 @@ class RoundAverager(WholeAverager):
     ) -> AsyncIterator[AveragingData]:
         self._serving += 1
         try:
-            async for part in super().rpc_aggregate_part(stream, context):
+            first = await anext(stream)
+            if first.group_id in self._refused:
+                yield AveragingData(code=BAD_GROUP_ID)
+                return
+            async for part in super().rpc_aggregate_part(achain(as_aiter(first), stream), context):
                 yield part
         finally:
             self._serving -= 1

@@ -153,11 +153,13 @@ class TorchFTEngine:
         self._may_average = False
         try:
             total, sums = self._summed(buffers, samples)
-            if not member.commit():
+            if total and not member.commit():
                 raise RuntimeError("torchft refused the commit")
         except Exception as error:
             self._give_up("the mean", error)
             raise RoundFailed(f"a peer left while the gradients were summed: {error}") from error
+        if not total:
+            raise RoundFailed("no peer has a gradient that is finite")
         for buffer, whole in zip(buffers, sums, strict=True):
             buffer.copy_(whole)
         self._unapplied = True
@@ -272,7 +274,7 @@ class TorchFTEngine:
         count = torch.tensor([samples], dtype=torch.float64, device=member.device)
         member.sum(count)
         total = count.item()
-        sums = [buffer * (samples / total) for buffer in buffers]
+        sums = [buffer * (samples / total if total else 0.0) for buffer in buffers]
         for part in sums:
             member.sum(part)
         return total, sums
