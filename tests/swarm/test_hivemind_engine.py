@@ -343,8 +343,10 @@ def test_a_mean_that_cannot_be_had_leaves_the_gradients(peers: _Peers, monkeypat
     peers.b.engine.ready(6)
     peers.a.wait_ready()
     with monkeypatch.context() as patched:
-        patched.setattr(engine._company, "members", lambda lineage, waited_s: frozenset({engine._roster.mine.peer, b"nobody"}))
-        patched.setattr(engine, "_patience_s", lambda peer: -20.0)
+        patched.setattr(
+            engine._company, "members", lambda lineage, waited_s: frozenset({engine._roster.mine.peer, b"nobody"})
+        )
+        patched.setattr(engine._company, "patience_s", lambda lineage: -20.0)
         with pytest.raises(RoundFailed):
             peers.a.step()
     assert all(torch.allclose(b, c) for b, c in zip(peers.a.accumulator.buffers, before, strict=True))

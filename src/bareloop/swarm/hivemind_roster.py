@@ -183,7 +183,8 @@ class Roster(threading.Thread):
         else:
             entries = found.value if isinstance(found, ValueWithExpiration) else {}
         now = time.monotonic()
-        passed_s, self._last_read = min(now - self._last_read, _SLOWEST_READ_S), now
+        # Near an unreachable node a reading takes up to 3 s; a process that was stopped for longer must not count it all.
+        passed_s, self._last_read = min(now - self._last_read, _SLOWEST_READ_S + 0.4 * self._forget_after_s), now
         self._read_at = now + min(max(self._eta_s() / 4, _FASTEST_READ_S), _SLOWEST_READ_S)
         if isinstance(entries, dict):
             self._take_in(entries, passed_s)
