@@ -58,6 +58,11 @@ def _lighthouse(port: int = 0) -> Iterator[str]:
         server.shutdown()
 
 
+def patient(**options: Any) -> TorchFTOptions:
+    """Options under which a busy machine is not taken for a dead one."""
+    return TorchFTOptions(silence_timeout_s=10.0, **options)
+
+
 @dataclass
 class Peer:
     """A model, its accumulator and its engine."""
@@ -65,7 +70,7 @@ class Peer:
     address: str
     target: float
     seed: int = 0
-    options: TorchFTOptions = field(default_factory=TorchFTOptions)
+    options: TorchFTOptions = field(default_factory=patient)
     run_id: str = "run"
     width: int = 3
     optimize: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
@@ -188,7 +193,7 @@ def test_rounds_equal_single_process_training_on_the_pooled_batch(lighthouse: st
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
     torch.manual_seed(7)
     data = [[[torch.randn(n, 4) for n in mine] for mine in sizes] for _ in range(rounds)]
-    both = [Peer(lighthouse, target, seed, TorchFTOptions(min_peers=2), optimize=momentum) for seed in range(2)]
+    both = [Peer(lighthouse, target, seed, patient(min_peers=2), optimize=momentum) for seed in range(2)]
 
     def train(index: int) -> list[Tensor]:
         means = []
@@ -256,7 +261,7 @@ def test_resumed_run_goes_on_and_a_beginner_gets_its_state(lighthouse: str) -> N
 
 def test_peer_that_missed_a_commit_downloads_the_state_and_its_samples_counted(lighthouse: str) -> None:
     """The worst moment: the sum is whole for one survivor, and fails for the other."""
-    first, second = (Peer(lighthouse, 8, seed, TorchFTOptions(min_peers=2)) for seed in range(2))
+    first, second = (Peer(lighthouse, 8, seed, patient(min_peers=2)) for seed in range(2))
     x = torch.randn(4, 4)
 
     def commits() -> None:
@@ -350,7 +355,7 @@ def test_nobody_answers_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_too_few_peers_is_an_error_after_start_timeout(lighthouse: str) -> None:
-    peer = Peer(lighthouse, 8, options=TorchFTOptions(min_peers=2, start_timeout_s=0.5))
+    peer = Peer(lighthouse, 8, options=patient(min_peers=2, start_timeout_s=0.5))
     with peers(peer), pytest.raises(RuntimeError, match="min_peers=2 there were 1"):
         peer.start()
 

@@ -48,7 +48,7 @@ class TorchFTOptions:
     """Seconds until a start that did not find `min_peers`, or a round of the others to enter after, is an error."""
     silence_timeout_s: float = 1.0
     """Seconds without a byte after which a collective has failed: what a partition costs. A killed peer is noticed at once. Raise
-    it on a network that stalls: a false alarm costs another attempt, and no gradient."""
+    it below 10 Mbit/s or where a network or machine stalls: a false alarm costs another attempt, and no gradient."""
     state_timeout_s: float = 300.0
     """Seconds that the donor of a state may take to gather it."""
 
