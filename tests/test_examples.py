@@ -1,6 +1,7 @@
 """The examples run as their users run them: as a command, in a folder where they leave nothing behind."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,4 +110,19 @@ def test_digits_run_and_leave_nothing(script: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "3/3" in done.stderr, "three optimizer steps on the progress bar"
     assert done.stdout.startswith("accuracy 0.")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="hivemind runs on Linux")
+@pytest.mark.parametrize("engine", ["hivemind", "torchft"])
+def test_two_peers_reach_the_loss_of_one_process_with_the_same_batches(engine: str, tmp_path: Path) -> None:
+    done = run(
+        tmp_path, str(EXAMPLES / "gpt2_swarm.py"), "--engine", engine, "--peers", "2", "--steps", "3", "--target", "64"
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (float(loss) for loss in re.findall(r"^peer \d: loss ([\d.]+); \d+ rows", done.stdout, re.M))
+    (alone,) = re.findall(r"^one process, same batches: loss ([\d.]+)$", done.stdout, re.M)
+    assert first == pytest.approx(float(alone), rel=1e-5)
+    assert second == pytest.approx(float(alone), rel=1e-5)
     assert list(tmp_path.iterdir()) == []
