@@ -76,10 +76,18 @@ def peer(options: argparse.Namespace) -> None:
     def batches() -> Iterator[Tensor]:
         share = range(options.rank, len(rows) - options.batch, options.peers)
         for start in cycle(share):
+            if run.round >= options.steps:  # reached by the others' rounds
+                return
             given.append(start)
             yield rows[start : start + options.batch]
 
-    with swarm.join(RUN, target_batch=options.target, engine=options.engine, peers=[options.join]) as run:
+    # A run needs no number of peers; this one waits for all of them, since it is over in seconds.
+    together = {"hivemind": swarm.HivemindOptions, "torchft": swarm.TorchFTOptions}[options.engine](
+        min_peers=options.peers
+    )
+    with swarm.join(
+        RUN, target_batch=options.target, engine=options.engine, peers=[options.join], options=together
+    ) as run:
         for step in steps(model, optimizer, batches(), loss, accumulate=run, max_norm=1.0):
             status = run.status
             # What this peer gave to a round that went on without it is in no mean, neither here nor there.
@@ -142,7 +150,7 @@ def held_out(model: nn.Module) -> float:
 @contextmanager
 def served(engine: str) -> Iterator[str]:
     """Address of a bootstrap peer, as `bareloop swarm serve` prints it."""
-    command = [sys.executable, "-m", "bareloop", "swarm", "serve", "--engine", engine]
+    command = [sys.executable, "-m", "bareloop", "swarm", "serve", "--engine", engine, "--port", "0"]
     with launched(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
