@@ -54,6 +54,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/sick_scripts.py
 	$(BIN)/python benchmarks/trainer_overhead.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/accumulation.py
+	$(BIN)/python benchmarks/swarm_failures.py --engine hivemind torchft --runs 10
 	for condition in 5ms-idle 50ms-idle 5ms-busy 50ms-busy; do \
 		$(BIN)/python benchmarks/verdicts.py --condition $$condition --minutes 60 || exit 1; \
 	done
