@@ -34,11 +34,14 @@ demo: $(STAMP)
 	$(BIN)/bareloop compare --budget $(BUDGET) examples/gpt2_trainer.py examples/gpt2_loop.py
 
 # The loop's tests judge bits and counts, so they may run side by side; the clinic's have processes of their own to time.
-LOOP_TESTS := tests/trainer tests/data tests/swarm
+# The swarm's are by themselves for what hivemind and torchft leave open in a process.
+LOOP_TESTS := tests/trainer tests/data
+SWARM_TESTS := tests/swarm tests/test_upstream.py tests/test_swarm_command.py
 
 test: $(STAMP) lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(LOOP_TESTS)
-	$(BIN)/python -m pytest $(LOOP_TESTS:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(SWARM_TESTS)
+	$(BIN)/python -m pytest $(LOOP_TESTS:%=--ignore=%) $(SWARM_TESTS:%=--ignore=%)
 
 check: $(STAMP) lint-imports
 	$(BIN)/ruff check $(SOURCES)

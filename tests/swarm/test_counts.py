@@ -7,6 +7,7 @@ prints the same for the models at full size on a real device.
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -131,23 +132,25 @@ def test_python_calls_do_not_grow_with_the_model(each: str) -> None:
 def in_a_child(folder: Path, name: str, *ways: str) -> dict[str, Counted]:
     """`counted` in a forked process: hivemind 1.1.12 leaves event loops and sockets open that later tests would trip over."""
     result, errors = folder / "counts.json", folder / "errors"
-    child = os.fork()
-    if not child:
-        try:
-            os.setsid()  # its daemons end with its group
-            signal.alarm(LIMIT_S)
-            warnings.simplefilter("ignore")  # upstream's own
-            with errors.open("w") as sys.stderr:
-                try:
-                    found = {each: asdict(counts) for each, counts in counted(name, *ways).items()}
-                    result.write_text(json.dumps(found))
-                except BaseException:
-                    traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+
+    def work() -> None:
+        os.setsid()  # its daemons end with its group
+        signal.alarm(LIMIT_S)
+        warnings.simplefilter("ignore")  # upstream's own
+        with errors.open("w") as sys.stderr:
+            try:
+                found = {each: asdict(counts) for each, counts in counted(name, *ways).items()}
+                result.write_text(json.dumps(found))
+            except BaseException:
+                traceback.print_exc()
+        os._exit(0)
+
+    # Not os.fork: after it, multiprocessing would go on with what another test's averager left in this process.
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
+        os.killpg(child.pid or 0, signal.SIGKILL)
     assert result.exists(), errors.read_text()
     return {each: Counted(**counts) for each, counts in json.loads(result.read_text()).items()}
 
