@@ -36,7 +36,7 @@ demo: $(STAMP)
 # The loop's tests judge bits and counts, so they may run side by side; the clinic's have processes of their own to time.
 # The swarm's are by themselves for what hivemind and torchft leave open in a process.
 LOOP_TESTS := tests/trainer tests/data
-SWARM_TESTS := tests/swarm tests/test_upstream.py tests/test_swarm_command.py
+SWARM_TESTS := tests/swarm tests/test_upstream.py
 
 test: $(STAMP) lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(LOOP_TESTS)
