@@ -40,8 +40,12 @@ class Finding:
     details: list[str]
 
 
-def findings(stories: Sequence[Story]) -> Finding:
-    """Judges each applied gradient and each sample."""
+def findings(stories: Sequence[Story], *, since: float = 0.0) -> Finding:
+    """Judges each applied gradient, and each sample that was lost or counted twice after `since`.
+
+    Before a failure a peer loses what it computed while it joined, when the others have just made a round: that is no price
+    of the failure.
+    """
     wrong, zero, worst, details = 0, 0, 0.0, []
     spent: dict[tuple[str, int], list[str]] = defaultdict(list)
     """(peer, attempt's place) -> those who applied a mean with it"""
@@ -62,8 +66,8 @@ def findings(stories: Sequence[Story]) -> Finding:
             spent[name, place].append(story.name)
     lost, twice = {}, 0
     for story in stories:
-        lost[story.name], again = _balance(story, spent)
-        lost[story.name] += _overruled(story, stories)
+        lost[story.name], again = _balance(story, spent, since)
+        lost[story.name] += _overruled(story, stories, since)
         twice += again
     return Finding(checked=len(applied), wrong=wrong, zero=zero, worst=worst, lost=lost, twice=twice, details=details)
 
@@ -103,8 +107,8 @@ def _combinations(others: Sequence[Sequence[Any]]) -> Iterator[list[tuple[Story,
         yield [choice for choice in chosen if choice is not None]
 
 
-def _balance(story: Story, spent: dict[tuple[str, int], list[str]]) -> tuple[int, int]:
-    """(samples lost, samples counted twice) of one peer.
+def _balance(story: Story, spent: dict[tuple[str, int], list[str]], since: float) -> tuple[int, int]:
+    """(samples lost, samples counted twice) of one peer, from then on.
 
     A peer that could not apply a mean which the others made with its samples, and then downloaded their state, has lost only
     what it added after that; one that goes on with these samples counts them twice.
@@ -118,19 +122,20 @@ def _balance(story: Story, spent: dict[tuple[str, int], list[str]]) -> tuple[int
             pending.append(event)
         elif event["kind"] == "applied":
             mine = pending and story.name in spent.get((story.name, pending[-1]["vector"]), ())
-            lost += 0 if mine else event["rows"]
-            twice += max(made[:-1] if mine else made, default=0)
+            counts = event["time"] >= since
+            lost += 0 if mine or not counts else event["rows"]
+            twice += max(made[:-1] if mine else made, default=0) if counts else 0
             pending = []
         elif event["kind"] == "replaced":
-            lost += event["rows"] - max(made, default=0)
+            lost += event["rows"] - max(made, default=0) if event["time"] >= since else 0
             pending = []
     return lost, twice
 
 
-def _overruled(story: Story, stories: Sequence[Story]) -> int:
+def _overruled(story: Story, stories: Sequence[Story], since: float) -> int:
     """Samples that a peer applied in rounds which were undone: it took the state of one who had applied others in them."""
     undone = 0
-    for event in story.of("applied"):
+    for event in story.of("applied", since=since):
         if story.of("replaced", since=event["time"]):
             mine = story.vector(event["parameters"])
             undone += event["rows"] * any(

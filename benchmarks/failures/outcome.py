@@ -60,7 +60,7 @@ def judge(run: Run, case: str, course: Course) -> Outcome:
     """Holds the logs of a run against the limits."""
     for story in run.stories.values():
         story.follow()
-    found = findings(list(run.stories.values()))
+    found = findings(list(run.stories.values()), since=course.since)
     survivors = [run.stories[name] for name in course.survivors]
     until = max((_first(story, course.since) for story in survivors), default=math.nan)
     pause_s = max(_longest(story, course.since) for story in survivors) if course.longest else until - course.since
