@@ -24,6 +24,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bareloop.extras import needs
+
 if TYPE_CHECKING:
     from bareloop.diagnosis.evidence import Comparison, Diagnosis
     from bareloop.trainer.hf import Trainer, lean
@@ -54,14 +56,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("bareloop.swarm")
     if name not in _LAZY:
         raise AttributeError(f"module 'bareloop' has no attribute {name!r}")
-    try:
+    with needs(f"bareloop.{name}", "hf"):
         found = getattr(importlib.import_module(_LAZY[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("bareloop"):
-            raise
-        raise ImportError(
-            f"bareloop.{name} needs {error.name}, which is not installed: pip install 'bareloop[hf]'"
-        ) from error
     globals()[name] = found
     return found
 

@@ -12,6 +12,8 @@ The room imports neither `bareloop.trainer` nor `bareloop.data` nor the clinic's
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from bareloop.extras import needs
+
 if TYPE_CHECKING:
     from bareloop.swarm.accumulator import FlatAccumulator
     from bareloop.swarm.averager import native_averager
@@ -41,14 +43,8 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _LAZY:
         raise AttributeError(f"module 'bareloop.swarm' has no attribute {name!r}")
-    try:
+    with needs(f"bareloop.swarm.{name}", "swarm"):
         found = getattr(importlib.import_module(_LAZY[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("bareloop"):
-            raise
-        raise ImportError(
-            f"bareloop.swarm.{name} needs {error.name}, which is not installed: pip install 'bareloop[swarm]'"
-        ) from error
     globals()[name] = found
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
+from bareloop.extras import needs
 from bareloop.swarm.engine import Engine
 
 __all__ = ["ENGINES", "engine_of"]
@@ -33,14 +34,8 @@ def engine_of(name: str, run_id: str, target_batch: float, peers: Sequence[str],
         raise ValueError(f"engine={name!r}: must be one of {', '.join(map(repr, ENGINES))}")
     addresses = _addresses(name, peers)
     module, engine, kind = ENGINES[name]
-    try:
+    with needs(f"engine={name!r}", "swarm"):
         loaded = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("bareloop"):
-            raise
-        raise ImportError(
-            f"engine={name!r} needs {error.name}, which is not installed: pip install 'bareloop[swarm]'"
-        ) from error
     options_class = getattr(loaded, kind)
     if options is not None and not isinstance(options, options_class):
         raise ValueError(f"options={options!r}: engine={name!r} takes a {kind}, or None for its defaults")

@@ -20,27 +20,25 @@ from bareloop.swarm.sealed import SealedGradient, guard_optimizers
 
 __all__ = ["RunningSum"]
 
-_ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 _SCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class _Seal(SealedGradient):
     """A sealed gradient with the way out for users of hivemind, and, where asked, a door for `hivemind.GradScaler`."""
 
+    way_out = (
+        "Clip the mean instead, by register_step_pre_hook on the optimizer that the factory of"
+        " hivemind.Optimizer(optimizer=...) returns; or take native_averager(compat=True), where each micro-batch's own"
+        " gradient can be changed"
+    )
     behind: Tensor | None = None
     """The sum behind it, which the scaler checks and unscales."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in _ZEROING:
-            return args[0] if func is _ZEROING[0] else None
         if func is _SCALING and all(isinstance(seal, _Seal) and seal.behind is not None for seal in args[0]):
             return func([seal.behind for seal in args[0]], *args[1:])
-        raise RuntimeError(
-            f"{func} on a gradient in the middle of a round: it is a part of the sum. Clip the mean instead, by"
-            " register_step_pre_hook on the optimizer that the factory of hivemind.Optimizer(optimizer=...) returns; or take"
-            " native_averager(compat=True), where each micro-batch's own gradient can be changed"
-        )
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class RunningSum:

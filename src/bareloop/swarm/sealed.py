@@ -20,6 +20,11 @@ _ZEROING = frozenset({torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero
 class SealedGradient(Tensor):
     """Stands for the gradient of a parameter, same shape, dtype and device, while its sum is not whole."""
 
+    way_out = (
+        "Clip, unscale, read and step inside `with accumulator.averaged():`, or build FlatAccumulator(..., compat=True), which"
+        " lets each micro-batch's own gradient be changed"
+    )
+
     @staticmethod
     def __new__(cls, parameter: Tensor) -> "SealedGradient":
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -31,7 +36,7 @@ class SealedGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in _ZEROING:
-            raise RuntimeError(_refusal(str(func)))
+            raise RuntimeError(_refusal(str(func), cls.way_out))
         return args[0] if func is torch.ops.aten.zero_.default else None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -50,12 +55,8 @@ def guard_optimizers() -> None:
 def _refuse_sealed(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         if any(isinstance(parameter.grad, SealedGradient) for parameter in group["params"]):
-            raise RuntimeError(_refusal(f"{type(optimizer).__name__}.step"))
+            raise RuntimeError(_refusal(f"{type(optimizer).__name__}.step", SealedGradient.way_out))
 
 
-def _refusal(what: str) -> str:
-    return (
-        f"{what} on a gradient in the middle of a round: it is a part of the sum. Clip, unscale, read and step inside"
-        " `with accumulator.averaged():`, or build FlatAccumulator(..., compat=True), which lets each micro-batch's own"
-        " gradient be changed"
-    )
+def _refusal(what: str, way_out: str) -> str:
+    return f"{what} on a gradient in the middle of a round: it is a part of the sum. {way_out}"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from bareloop.extras import needs
 from bareloop.swarm.engines import ENGINES
-from bareloop.swarm.watch import needs_engine
 
 __all__ = ["DEFAULT_PORTS", "ServeFailed", "ServeOptions", "Served", "ended_by_signal", "serving"]
 
@@ -96,7 +96,7 @@ def serving(options: ServeOptions) -> Iterator[Served]:
     """
     start = {"hivemind": _serve_hivemind, "torchft": _serve_torchft}[options.engine]
     with ExitStack() as undo:
-        with needs_engine(options.engine):
+        with needs(f"engine={options.engine!r}", "swarm"):
             served = start(options, undo)
         yield served
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+from bareloop.extras import needs
 from bareloop.swarm.engines import ENGINES
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "WatchOptions",
     "host_and_port",
     "is_number",
-    "needs_engine",
     "parse_record",
     "require_listener",
     "views",
@@ -251,31 +251,13 @@ def watching(options: WatchOptions) -> Iterator[Source]:
         Unreachable: nobody answers at `options.peers`.
         ImportError: the engine's package is not installed.
     """
-    with needs_engine(options.engine):
+    with needs(f"engine={options.engine!r}", "swarm"):
         if options.engine == "hivemind":
             from bareloop.swarm.watch_hivemind import hivemind_source as source
         else:
             from bareloop.swarm.watch_torchft import torchft_source as source
     with source(options.run_id, options.peers) as opened:
         yield opened
-
-
-@contextmanager
-def needs_engine(engine: str) -> Iterator[None]:
-    """A block that imports an engine.
-
-    Raises:
-        ImportError: its package is not installed; the message says how to install it.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("bareloop"):
-            raise
-        package = error.name.partition(".")[0]
-        raise ImportError(
-            f"engine={engine!r} needs {package}, which is not installed: pip install 'bareloop[swarm]'"
-        ) from error
 
 
 def require_listener(host: str, port: int, what: str) -> None:
