@@ -1,7 +1,9 @@
 """A job in fresh processes: the parent starts them and reads what the first one wrote."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ def launch(script: str, job: Mapping[str, Any], processes: int, timeout_s: float
     Raises:
         RuntimeError: a process failed or took too long; with the end of what it wrote.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # then what was started ends too
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job))
@@ -35,14 +38,19 @@ def launch(script: str, job: Mapping[str, Any], processes: int, timeout_s: float
             command = [sys.executable, script, "--child", str(folder)]
             with (folder / f"output{rank}").open("w") as output:
                 children.append(
-                    subprocess.Popen(command, env={**environment, **own}, stdout=output, stderr=subprocess.STDOUT)
+                    subprocess.Popen(
+                        command,
+                        env={**environment, **own},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
                 )
         try:
             _wait(children, timeout_s)
         finally:
             for child in children:
-                child.kill()
-                child.wait()
+                _end(child)
         if any(child.returncode for child in children):
             ends = "\n".join((folder / f"output{rank}").read_text()[-3000:] for rank in range(processes))
             raise RuntimeError(f"a process failed or took more than {timeout_s:g} s:\n{ends}")
@@ -68,6 +76,13 @@ def _wait(children: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
         if all(code == 0 for code in codes) or any(codes):
             return
         time.sleep(0.05)
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    """Ends a process with those that it has started: hivemind's would outlive it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def in_child(folder: str, work: Callable[[dict[str, Any]], Any]) -> None:
