@@ -189,7 +189,7 @@ def with_values(peer: Peer, round: int) -> nn.Module:
 
 
 def test_rounds_equal_single_process_training_on_the_pooled_batch(lighthouse: str) -> None:
-    sizes, rounds, target = [[3, 5, 8], [4, 2]], 3, 22
+    sizes, rounds, target = [[3, 5, 8], [4, 2]], 20, 22
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
     torch.manual_seed(7)
     data = [[[torch.randn(n, 4) for n in mine] for mine in sizes] for _ in range(rounds)]
@@ -483,7 +483,7 @@ def test_bad_options_are_refused_when_they_are_made(options: dict[str, Any], mes
     "addresses", [[], ["a:1", "b:2"], ["127.0.0.1"], ["127.0.0.1:0"], ["/ip4/1.2.3.4"], "127.0.0.1:5"]
 )
 def test_bad_addresses_are_refused(addresses: Any) -> None:
-    with pytest.raises(ValueError, match=r"peers=.*bareloop swarm serve"):
+    with pytest.raises(ValueError, match=r"^peers.*(bareloop swarm serve|must be a list)"):
         TorchFTEngine("run", 8, addresses)
 
 

@@ -143,6 +143,7 @@ def test_options_that_can_not_be_honoured_are_refused() -> None:
         ({"peers": ()}, "bareloop swarm serve"),
         ({"engine": "mpi"}, "engine='mpi'"),
         ({"every_s": 0.01}, "every_s=0.01"),
+        ({"peers": ("a:1",)}, "swarm serve --engine hivemind"),
         ({"engine": "torchft", "peers": ("127.0.0.1",)}, "127.0.0.1:29510"),
         ({"engine": "torchft", "peers": ("a:1", "b:2")}, "one lighthouse"),
     ):
@@ -263,5 +264,5 @@ def test_an_address_where_nobody_is_is_said_within_seconds() -> None:
         with watching(WatchOptions(run_id="run", peers=(nobody,))):
             pass
     with pytest.raises(Unreachable, match="is no address"):
-        with watching(WatchOptions(run_id="run", peers=("localhost:80",))):
+        with watching(WatchOptions(run_id="run", peers=(nobody.replace("127.0.0.1", "localhost"),))):
             pass

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from bareloop.extras import needs
+from bareloop.swarm.addresses import family, host_and_port, listening
 from bareloop.swarm.engines import ENGINES
 
 __all__ = ["DEFAULT_PORTS", "ServeFailed", "ServeOptions", "Served", "ended_by_signal", "serving"]
@@ -164,14 +165,14 @@ def _serve_torchft(options: ServeOptions, undo: ExitStack) -> Served:
     port = _free_port(host, _port(options), count=2)  # the lighthouse panics where a port is taken
     try:
         store = bound_store(host, port + 1)
-        lighthouse = LighthouseServer(bind=_host_and_port(host, port), **LIGHTHOUSE_DEFAULTS)
+        lighthouse = LighthouseServer(bind=host_and_port(host, port), **LIGHTHOUSE_DEFAULTS)
     except (OSError, RuntimeError) as error:
         raise ServeFailed(
-            f"torchft's lighthouse did not start at {_host_and_port(host, port)}: {_told(error)}"
+            f"torchft's lighthouse did not start at {host_and_port(host, port)}: {_told(error)}"
         ) from error
     undo.callback(lighthouse.shutdown)
     undo.push(lambda *_: _drop(store))
-    address = _host_and_port(options.announce or _reachable(host), port)
+    address = host_and_port(options.announce or _reachable(host), port)
     return Served(engine="torchft", addresses=(address,), loopback=_is_loopback(host), records_port=port + 1)
 
 
@@ -191,29 +192,16 @@ def _free_port(host: str, port: int, *, count: int) -> int:
     """
     for _ in range(50):
         try:
-            with closing(_bound(host, port)) as first:
+            with closing(listening(host, port)) as first:
                 found = first.getsockname()[1]
                 with ExitStack() as rest:
                     for offset in range(1, count):
-                        rest.enter_context(closing(_bound(host, found + offset)))
+                        rest.enter_context(closing(listening(host, found + offset)))
                     return found
         except (OSError, OverflowError) as error:
             if port:
                 raise ServeFailed(_why_not(host, port, count, error)) from error
     raise ServeFailed(f"no {count} free ports in a row at {host}")
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    found = socket.socket(_family(host), socket.SOCK_STREAM)
-    try:
-        # As servers do: connections of a server that ended a minute ago don't count as taken.
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(1)
-    except BaseException:
-        found.close()
-        raise
-    return found
 
 
 def _why_not(host: str, port: int, count: int, error: Exception) -> str:
@@ -237,7 +225,7 @@ def _reachable(host: str) -> str:
     """`host`, or for "every address" the one that this machine is seen by from outside."""
     if not ipaddress.ip_address(host).is_unspecified:
         return host
-    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+    with socket.socket(family(host), socket.SOCK_DGRAM) as probe:
         try:  # asks the routing table; nothing is sent. The addresses are those reserved for documentation.
             probe.connect(("2001:db8::1", 9) if ":" in host else ("192.0.2.1", 9))
             return str(probe.getsockname()[0])
@@ -249,10 +237,6 @@ def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 def _multiaddress(host: str, port: int) -> str:
     bare = host.strip("[]")
     try:
@@ -260,10 +244,6 @@ def _multiaddress(host: str, port: int) -> str:
     except ValueError:
         kind = "dns"
     return f"/{kind}/{bare}/tcp/{port}"
-
-
-def _host_and_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host.strip("[]") and not host.startswith("[") else f"{host}:{port}"
 
 
 def _told(error: BaseException) -> str:

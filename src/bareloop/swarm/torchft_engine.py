@@ -23,11 +23,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from bareloop.swarm.addresses import checked, host_and_port, lighthouse
 from bareloop.swarm.engine import RoundFailed, StateReplaced, TrainingState
 from bareloop.swarm.state import pack, schema, unpack
 from bareloop.swarm.torchft_census import COLUMNS, Census, Row
 from bareloop.swarm.torchft_group import Membership
-from bareloop.swarm.torchft_options import LIGHTHOUSE_DEFAULTS, TorchFTOptions, lighthouse_address, require_answer
+from bareloop.swarm.torchft_options import LIGHTHOUSE_DEFAULTS, TorchFTOptions, require_answer
 from bareloop.swarm.torchft_pace import PaceMeter, plan
 from bareloop.swarm.torchft_records import Publisher, records_address
 
@@ -59,7 +60,7 @@ class TorchFTEngine:
             raise ValueError(f"run_id={run_id!r}: must be a name, the same for all peers")
         if not target_batch > 0:
             raise ValueError(f"target_batch={target_batch!r}: must be a number of samples above 0")
-        self._lighthouse = lighthouse_address(peers)
+        self._lighthouse = lighthouse(checked("torchft", peers))
         self._run_id = run_id
         self._target = target_batch
         self._options = TorchFTOptions() if options is None else options
@@ -107,7 +108,7 @@ class TorchFTEngine:
         options = self._options
         require_answer(host, port, options.connect_timeout_s)
         self._member = Membership(
-            f"{host}:{port}",
+            host_and_port(host, port),
             options.host,
             buffers[0].device,
             silence_s=options.silence_timeout_s,
@@ -345,7 +346,7 @@ class TorchFTEngine:
     def _foreign(self, census: Census) -> str:
         host, port = self._lighthouse
         if census.runs_differ(census.me):
-            return f"the lighthouse at {host}:{port} serves another run than {self._run_id!r}: start one for each run"
+            return f"the lighthouse at {host_and_port(host, port)} serves another run than {self._run_id!r}: start one for each run"
         return (
             f"the peers of run {self._run_id!r} train another model, optimizer or scheduler, or for another target_batch"
             f" than {self._target:g}: give all peers the same"

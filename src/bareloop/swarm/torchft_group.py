@@ -29,7 +29,9 @@ from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL  # noqa: E4
 if not _SILENT_BEFORE:
     del os.environ["RUST_LOG"]
 
-__all__ = ["Membership", "bound_store", "listening"]
+from bareloop.swarm.addresses import listening  # noqa: E402
+
+__all__ = ["Membership", "bound_store"]
 
 _RANK = 1
 """The Manager's rank in its group of one: rank 0 would start the server that listens on all interfaces."""
@@ -38,21 +40,11 @@ _CHUNK_BYTES = 1 << 20
 """A part of a state that must come within the silence: 8 Mbit/s do at 1 s, as for the 1 MB segments of gloo's all-reduce."""
 
 
-def listening(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens on `host` alone.
-
-    Raises:
-        OSError: `host` is not an address of this machine, or the port is taken.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=128)
-
-
 def bound_store(host: str, port: int = 0) -> TCPStore:
     """A TCPStore that serves on `host` alone; torch's own would listen on all interfaces.
 
     Raises:
-        OSError: as for `listening`.
+        OSError: `host` is not an address of this machine, or the port is taken.
     """
     opened = listening(host, port)
     port = opened.getsockname()[1]

@@ -4,16 +4,15 @@ Every timeout trades the time that a dead peer costs the living against the chan
 """
 
 import ipaddress
-import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from bareloop.swarm.torchft_group import listening
+from bareloop.swarm.addresses import host_and_port, listening
 
-__all__ = ["LIGHTHOUSE_DEFAULTS", "TorchFTOptions", "lighthouse_address", "require_answer"]
+__all__ = ["LIGHTHOUSE_DEFAULTS", "TorchFTOptions", "require_answer"]
 
 LIGHTHOUSE_DEFAULTS: Mapping[str, int] = MappingProxyType(
     {
@@ -68,21 +67,6 @@ class TorchFTOptions:
                 raise ValueError(f"{name}={value!r}: must be seconds, above 0 and below 1e6")
 
 
-def lighthouse_address(peers: Sequence[str]) -> tuple[str, int]:
-    """Host, in brackets where it is an IPv6 address, and port.
-
-    Raises:
-        ValueError: not one HOST:PORT.
-    """
-    found = re.fullmatch(r"(?:http://)?(\[[^\]]+\]|[^:/\s]+):(\d{1,5})/?", peers[0]) if len(peers) == 1 else None
-    if found is None or isinstance(peers, str) or not 0 < int(found[2]) < 65536:
-        raise ValueError(
-            f"peers={peers!r}: must be the address of one lighthouse, such as ['127.0.0.1:29510']; `bareloop swarm serve"
-            " --engine torchft` starts one and prints it"
-        )
-    return found[1], int(found[2])
-
-
 def require_answer(host: str, port: int, seconds: float) -> None:
     """Waits until somebody listens there.
 
@@ -92,12 +76,12 @@ def require_answer(host: str, port: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((host.strip("[]"), port), max(0.1, deadline - time.monotonic())).close()
+            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
             return
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise RuntimeError(
-                    f"no lighthouse answers at {host}:{port} ({error}): start one with `bareloop swarm serve --engine"
+                    f"no lighthouse answers at {host_and_port(host, port)} ({error}): start one with `bareloop swarm serve --engine"
                     " torchft`, and give the address that it prints"
                 ) from error
             time.sleep(0.1)

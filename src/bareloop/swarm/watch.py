@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from bareloop.extras import needs
+from bareloop.swarm.addresses import checked
 from bareloop.swarm.engines import ENGINES
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
     "Source",
     "Unreachable",
     "WatchOptions",
-    "host_and_port",
     "is_number",
     "parse_record",
     "require_listener",
@@ -72,10 +72,7 @@ class WatchOptions:
             raise ValueError("peers=(): give an address, as `bareloop swarm serve` prints it")
         if not 0.1 <= self.every_s < math.inf:
             raise ValueError(f"every_s={self.every_s!r}: must be at least 0.1 seconds")
-        if self.engine == "torchft":
-            if len(self.peers) != 1:
-                raise ValueError(f"peers={self.peers!r}: torchft has one lighthouse, give its HOST:PORT")
-            host_and_port(self.peers[0])
+        checked(self.engine, self.peers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,18 +267,6 @@ def require_listener(host: str, port: int, what: str) -> None:
         socket.create_connection((host, port), timeout=5).close()
     except OSError as error:
         raise Unreachable(f"{what} at {host}:{port}: {error.strerror or error}") from error
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """A lighthouse's address in its parts.
-
-    Raises:
-        ValueError: it is not HOST:PORT, or leaves no port for the store after it.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65_535:
-        raise ValueError(f"peers={address!r}: torchft's lighthouse has an address like 127.0.0.1:29510")
-    return host.strip("[]"), int(port)
 
 
 def is_number(value: Any) -> bool:

@@ -9,7 +9,8 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from bareloop.swarm.watch import PublishedRecord, Reading, Unreachable, host_and_port, parse_record, require_listener
+from bareloop.swarm.addresses import lighthouse
+from bareloop.swarm.watch import PublishedRecord, Reading, Unreachable, parse_record, require_listener
 
 __all__ = ["torchft_source"]
 
@@ -49,7 +50,7 @@ def torchft_source(run_id: str, peers: Sequence[str]) -> Iterator[_Store]:
     Raises:
         Unreachable: no lighthouse there, or one without a store.
     """
-    host, port = host_and_port(peers[0])
+    host, port = lighthouse(peers)
     require_listener(host, port, "no lighthouse answers")
     without = (
         "a lighthouse answers, but there is no store for records beside it (`bareloop swarm serve --engine torchft`"
