@@ -25,8 +25,14 @@ class Layout:
     """One for all parameters that look alike: fewer objects to fetch between two backward passes."""
 
 
-def laid_out(parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Layout]:
-    """Zeroed flat buffers, one per dtype and device, and each parameter's view in them, in the order of `parameters`."""
+def laid_out(
+    parameters: Sequence[Tensor], *, seal: type[SealedGradient] = SealedGradient
+) -> tuple[tuple[Tensor, ...], Layout]:
+    """Zeroed flat buffers, one per dtype and device, and each parameter's view in them, in the order of `parameters`.
+
+    Args:
+        seal: class of `Layout.seals`.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], int] = {}
     starts = []
     for parameter in parameters:
@@ -42,7 +48,7 @@ def laid_out(parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Layout]:
     layout = Layout(
         parameters=tuple(parameters),
         views=tuple(views),
-        seals=tuple(seals.setdefault(_looks(p), SealedGradient(p.detach())) for p in parameters),
+        seals=tuple(seals.setdefault(_looks(p), seal(p.detach())) for p in parameters),
     )
     return tuple(buffers.values()), layout
 

@@ -60,11 +60,12 @@ class RunningSum:
         self._block = self._backward = False
         self._damage: str | None = None
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        self.buffers, layout = laid_out([parameter for parameter in parameters if parameter.requires_grad])
+        self.buffers, layout = laid_out([p for p in parameters if p.requires_grad], seal=_Seal)
         self._parameters = layout.parameters
         self.views = layout.views
         """The sum's parts, in the shapes of the parameters that aren't frozen."""
-        self._seals: list[Any] = [_Seal(parameter.detach()) for parameter in self._parameters]
+        # The scaler's door leads to one sum each; else those that look alike share one, as in `laid_out`.
+        self._seals: Sequence[Any] = [_Seal(p.detach()) for p in self._parameters] if scaled else layout.seals
         self._clean = [buffer._version for buffer in self.buffers]
         self._host, self.host_views = _on_host(
             parameters, self.buffers, dict(zip(layout.parameters, layout.views, strict=True))
@@ -96,13 +97,13 @@ class RunningSum:
         self._backward = False
         for parameter, view, seal in zip(self._parameters, self.views, self._seals, strict=True):
             gradient = parameter.grad
+            parameter.grad = seal
             if gradient is not view and gradient is not seal and gradient is not None:
                 self._damage = (
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} left the buffer:"
                     " DistributedDataParallel needs gradient_as_bucket_view=False, backward(create_graph=True) needs"
                     " native_averager(compat=True)"
                 )
-        self._seal()
         if self._damage is not None:
             raise RuntimeError(self._damage)
 
