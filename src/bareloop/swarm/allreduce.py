@@ -38,6 +38,9 @@ __all__ = ["WholeAverager"]
 _AGREE_S = 5.0
 """Patience with a groupmate's answer, in seconds, when the averager has no next_chunk_timeout."""
 
+_AGAIN_S = 1.0
+"""Patience, in seconds, when a groupmate who gave no answer is asked something else."""
+
 _REMEMBERED = 32
 """Groups whose outcome a peer can still be asked for."""
 
@@ -47,6 +50,8 @@ _IS_IT_WHOLE: int = _CODES["PART_FOR_AVERAGING"].number
 _WAS_IT_AGREED: int = _CODES["REQUEST_JOIN"].number
 _YES: int = _CODES["AVERAGED_PART"].number
 _NO: int = _CODES["CANCELLED"].number
+_LEFT: int = _CODES["GROUP_DISBANDED"].number
+"""No question: who says it takes no part."""
 
 
 class _AttemptFailed(BaseException):
@@ -126,6 +131,8 @@ class _Runner(AllReduceRunner):
         finally:
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
+            if self._future.done() and not self._future.cancelled():
+                self._future.exception()  # nobody else asks, and asyncio would print it
 
     async def _collect(self) -> list[Tensor]:
         return [mean async for mean in self]
@@ -239,7 +246,10 @@ class WholeAverager(DecentralizedAverager):
         if None not in answers and not ballot.doubted:
             ballot.agreed.set_result(True)
             return True
-        for asking in asyncio.as_completed([self._ask(peer, _WAS_IT_AGREED, group_id, patience_s) for peer in asked]):
+        # This is answered at once. One that has just been silent for all that time is asked as well: it may have agreed.
+        patiences_s = [min(patience_s, _AGAIN_S) if answer is None else patience_s for answer in answers]
+        questions = [self._ask(p, _WAS_IT_AGREED, group_id, s) for p, s in zip(asked, patiences_s, strict=False)]
+        for asking in asyncio.as_completed(questions):
             if await asking:
                 ballot.agreed.set_result(True)  # and not another await from here until the tensors are changed
                 return True
@@ -255,8 +265,24 @@ class WholeAverager(DecentralizedAverager):
             return None
         return answer.code == _YES
 
+    async def _leave(self, group: GroupInfo) -> None:
+        """Tells the group that this peer takes no part: one to whom nothing is sent would wait for its silence."""
+        others = (peer for peer in group.peer_ids if peer != self.peer_id)
+        await asyncio.gather(*(self._ask(peer, _LEFT, group.group_id, _AGAIN_S) for peer in others))
+
+    async def _left(self, group_id: bytes, peer: PeerID) -> None:
+        """Ends an all-reduce that `peer` takes no part in."""
+        running = self._running_groups.get(group_id)
+        if running is not None:
+            runner: Any = await running
+            if peer in runner.ordered_peer_ids:
+                runner._fail(f"{peer} takes no part")
+
     async def rpc_agree(self, request: AveragingData, context: P2PContext) -> AveragingData:
         """Answers a groupmate that has the whole mean, once it is known here."""
+        if request.code == _LEFT:
+            await self._left(request.group_id, context.remote_id)
+            return AveragingData(code=_YES, group_id=request.group_id)
         ballot = self._ballots.get(request.group_id)
         if ballot is None:
             return AveragingData(code=_NO, group_id=request.group_id)

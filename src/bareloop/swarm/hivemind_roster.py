@@ -175,6 +175,7 @@ class Roster(threading.Thread):
         )
 
     def _read(self) -> None:
+        began = time.monotonic()
         pending: Any = self._dht.get(self._key, latest=True, return_future=True)
         try:
             found = pending.result(timeout=self._forget_after_s)
@@ -187,14 +188,15 @@ class Roster(threading.Thread):
         passed_s, self._last_read = min(now - self._last_read, _SLOWEST_READ_S + 0.4 * self._forget_after_s), now
         self._read_at = now + min(max(self._eta_s() / 4, _FASTEST_READ_S), _SLOWEST_READ_S)
         if isinstance(entries, dict):
-            self._take_in(entries, passed_s)
+            # What a reading finds was written before it ended: near an unreachable node that is 1.5 s after it began.
+            self._take_in(entries, passed_s, min(now - began, 0.4 * self._forget_after_s))
         with self._changed:
             alive = tuple(p for p, silent_s in self._heard.values() if silent_s < self._forget_after_s and not p.left)
             left = frozenset(p.peer for p, _ in self._heard.values() if p.left)
             self.view, self._reading = View(read=self.view.read + 1, others=alive, left=left), False
             self._changed.notify_all()
 
-    def _take_in(self, entries: dict[Any, Any], passed_s: float) -> None:
+    def _take_in(self, entries: dict[Any, Any], passed_s: float, reading_s: float) -> None:
         fresh = {}
         for subkey, entry in entries.items():
             record = _parsed(getattr(entry, "value", None))
@@ -205,7 +207,7 @@ class Roster(threading.Thread):
             record = fresh.get(subkey, old)
             assert record is not None
             changed = old is None or record.beat != old.beat
-            self._heard[subkey] = (record, 0.0 if changed else silent_s + passed_s)
+            self._heard[subkey] = (record, reading_s if changed else silent_s + passed_s)
             if self._heard[subkey][1] > 2 * self._forget_after_s + _CLOCKS_S and subkey not in fresh:
                 del self._heard[subkey]
 

@@ -5,6 +5,9 @@ finds until a time has passed, so a round waits for that time or leaves peers ou
 Here the group's members are known from the roster: a group is formed when all are there, some 50 ms after the last one
 came, and one that lacks a peer is left before anything is sent. Groups are looked for under a key made of the round and
 the parameters' lineage, so peers whose parameters differ can't average by accident.
+
+A peer that was cut off resets no connection: upstream a follower waits for such a leader until its offer expires, asks it
+again after that, and leads it as a follower. Here whoever is no member any more is left at once.
 """
 
 import asyncio
@@ -34,6 +37,7 @@ from hivemind.utils.streaming import combine_from_streaming
 from torch import Tensor
 
 from bareloop.swarm.allreduce import WholeAverager
+from bareloop.swarm.hivemind_offers import Offers
 from bareloop.swarm.hivemind_options import mend_8bit
 
 __all__ = ["Attempt", "Mean", "RoundAverager"]
@@ -49,7 +53,7 @@ _SECOND_LOOK_S = 1.0
 """Seconds in which a group that lacks a peer may turn out to be whole: peers give up one that died not all at once."""
 
 _REFUSED = 32
-"""Groups whose members are told at once that they were left."""
+"""Groups whose members are told at once that they were left, and as many whose members have told so."""
 
 _LINGER_S = 1.0
 """Seconds that a peer which leaves stays for groupmates who still ask about the last mean."""
@@ -106,9 +110,15 @@ class RoundAverager(WholeAverager):
         snapshot: Callable[[], tuple[str, Sequence[Tensor]]],
     ) -> None:
         self._snapshot, self._silence_s = snapshot, silence_s
+        self._offers = Offers(dht, prefix)
         self._members: frozenset[bytes] = frozenset()
         self._search: asyncio.Task[GroupInfo | None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._anew = False
+        """The search was ended to begin another, without who is gone."""
         self._refused: list[bytes] = []
+        self._leavers: list[tuple[bytes, PeerID]] = []
+        """Groups and peers that have said they take no part in them."""
         self._serving = 0
         self._last_served = 0.0
         super().__init__(
@@ -120,7 +130,7 @@ class RoundAverager(WholeAverager):
             min_matchmaking_time=_REDECLARE_S,
             request_timeout=_REQUEST_S,
             sender_timeout=silence_s,
-            reducer_timeout=2 * silence_s,
+            reducer_timeout=1.05 * silence_s,  # upstream wants it longer than the sender's
             declare_state_period=3600.0,  # donors are found in the roster
             shutdown_timeout=4 * _LINGER_S + silence_s,
         )
@@ -198,15 +208,11 @@ class RoundAverager(WholeAverager):
         )
         control.attach(MPFuture(), MPFuture())
         control.allow_allreduce()
-        self._matchmaking.group_key_manager.group_bits = attempt.key
+        self._matchmaking.group_key_manager = self._offers
+        self._offers.group_bits = attempt.key
         self._set_members(attempt.members)
         self._pending_groups_registered.clear()
-        self._search = asyncio.create_task(self._matchmaking.look_for_group(control))
-        try:
-            group = await self._search
-        finally:
-            self._search.cancel()
-            self._search = None
+        group = await self._group(control)
         if group is None:
             raise AllreduceException(f"the {len(self._members)} peers did not meet in {attempt.search_s:.0f} s")
         await self._require_all(group)
@@ -219,6 +225,20 @@ class RoundAverager(WholeAverager):
         self._last_served = time.monotonic()
         return Mean(group=group.group_id, samples=samples, search_s=met - began, average_s=time.monotonic() - met)
 
+    async def _group(self, control: StepControl) -> GroupInfo | None:
+        """Looks for a group until one is there, the time is over or it is given up; anew where `_expect` says so."""
+        while True:
+            self._anew = False
+            self._search = asyncio.create_task(self._matchmaking.look_for_group(control))
+            try:
+                return await self._search
+            except asyncio.CancelledError:
+                if not self._anew:
+                    raise
+            finally:
+                self._search.cancel()
+                self._search = None
+
     async def _require_all(self, group: GroupInfo) -> None:
         """Returns when all members are in `group`.
 
@@ -227,12 +247,19 @@ class RoundAverager(WholeAverager):
         """
         present, until = {peer.to_bytes() for peer in group.peer_ids}, time.monotonic() + _SECOND_LOOK_S
         while self._members - present:
+            if any((group.group_id, peer) in self._leavers for peer in group.peer_ids):
+                raise AllreduceException("a peer left the group")
             if time.monotonic() > until:
                 self._refused = [*self._refused[1 - _REFUSED :], group.group_id]
                 self._pending_groups_registered.set()  # for those whose parts wait here: they are told
+                self._leaving = asyncio.create_task(self._leave(group))
                 lacking = len(self._members - present)
                 raise AllreduceException(f"the group lacks {lacking} of {len(self._members)} peers")
             await asyncio.sleep(0.02)
+
+    async def _left(self, group_id: bytes, peer: PeerID) -> None:
+        self._leavers = [*self._leavers[1 - _REFUSED :], (group_id, peer)]
+        await super()._left(group_id, peer)
 
     async def _average(self, group: GroupInfo, weight: float) -> dict[bytes, float]:
         gathered: list[Any] = [self.serializer.loads(data) for data in group.gathered]
@@ -252,11 +279,21 @@ class RoundAverager(WholeAverager):
         self._members = members
         size = max(len(members), 2)
         self._matchmaking.target_group_size = self._matchmaking.min_group_size = size
-        self._matchmaking.group_key_manager.target_group_size = size
+        self._offers.target_group_size, self._offers.members = size, members
 
     async def _expect(self, *, members: frozenset[bytes]) -> None:
+        gone = self._members - members
         self._set_members(members)
         matchmaking = self._matchmaking
+        if gone and self._search is not None and not matchmaking.assembled_group.done():
+            for peer in [p for p in matchmaking.current_followers if p.to_bytes() in gone]:
+                del matchmaking.current_followers[peer]
+            leader = matchmaking.current_leader
+            if not matchmaking.current_followers and (leader is None or leader.to_bytes() in gone):
+                # It follows who is gone, or may be asking: that would go on for up to `_REDECLARE_S`.
+                self._anew = True
+                self._search.cancel()
+                return
         async with matchmaking.lock_request_join_group:  # upstream looks at the size only when a follower comes
             leads = matchmaking.is_looking_for_group and matchmaking.current_leader is None
             enough = 0 < len(matchmaking.current_followers) >= len(members) - 1
