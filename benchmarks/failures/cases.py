@@ -99,6 +99,25 @@ def _freeze(run: Run) -> Course:
     )
 
 
+def _freeze_between(run: Run, place: str) -> Course:
+    victim = _begin(run, dies_at=place, freezes=True)
+    run.order("armed")
+    story = run.stories[victim]
+
+    def frozen() -> bool:
+        story.follow()
+        return bool(story.of("dies"))
+
+    run.wait(frozen, f"the stop at {place}")
+    since = story.of("dies")[0]["time"]
+    time.sleep(max(0.0, OUTAGE_S - (time.time() - since)))
+    run.signal(victim, signal.SIGCONT)
+    back = time.time()
+    run.wait_steps(_others(victim), run.count, since)
+    run.wait_steps((victim,), run.count, back)
+    return Course(survivors=_others(victim), since=since, returns=victim, back=back)
+
+
 def _calm(run: Run) -> Course:
     _begin(run)
     since = time.time()
@@ -167,6 +186,10 @@ CASES: dict[str, tuple[str, Callable[[Run], Course]]] = {
     ),
     "partition": ("a peer is cut off for 10 s", _partition),
     "freeze": ("a peer with all its processes is stopped for 10 s", _freeze),
+    "freeze-all-reduce": (
+        "a peer with all its processes is stopped for 10 s between the decision to average and the all-reduce",
+        partial(_freeze_between, place="all-reduce"),
+    ),
     "slow": ("one of the peers is 10 times slower", _slow),
     "late": ("a peer joins late", _late),
     "one-left": ("all of four peers but one are killed at once", _one_left),

@@ -64,6 +64,8 @@ class Part:
     """Network namespace to live in; None for the machine's own."""
     dies_at: str | None = None
     """"all-reduce" or "commit": kills itself there, once the order "armed" is given."""
+    freezes: bool = False
+    """Stops itself there instead, once, until it is told to go on."""
 
     def ordered(self, order: str) -> bool:
         """Whether the run was given an order: "stop" or "armed"."""
@@ -105,6 +107,8 @@ class Witness:
         """Round and rows of the last attempt."""
         self.averaging = False
         """Whether the engine is in `average`."""
+        self.frozen = False
+        """Whether it has stopped itself once."""
 
     def micro_batches(self) -> Iterator[Tensor]:
         """Random rows, one micro-batch each `pause_s`, until the run is stopped."""
@@ -170,9 +174,13 @@ class Witness:
         return result
 
     def dying(self, place: str) -> None:
-        """Kills this peer with all its processes, where it was told to die at `place`."""
-        if self.part.dies_at == place and self.part.ordered("armed"):
+        """Kills or stops this peer with all its processes, where it was told to die at `place`."""
+        if self.part.dies_at == place and self.part.ordered("armed") and not self.frozen:
             self.log.write("dies", at=place)
+            if self.part.freezes:
+                self.frozen = True
+                os.killpg(os.getpgrp(), signal.SIGSTOP)
+                return
             os.killpg(os.getpgrp(), signal.SIGKILL)
             time.sleep(60)
 
