@@ -136,6 +136,7 @@ def in_a_child(folder: Path, name: str, *ways: str) -> dict[str, Counted]:
     def work() -> None:
         os.setsid()  # its daemons end with its group
         signal.alarm(LIMIT_S)
+        torch.set_num_threads(1)  # the threads of OpenMP are not forked
         warnings.simplefilter("ignore")  # upstream's own
         with errors.open("w") as sys.stderr:
             try:

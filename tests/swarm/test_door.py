@@ -115,7 +115,7 @@ def test_the_mean_is_that_of_the_pooled_batch(sizes: list[list[int]]) -> None:
 def test_steps_train_as_one_process_does() -> None:
     """Two peers at their own pace; each writes down which micro-batches made which round."""
     meeting = Meeting(24, peers=2)
-    rounds: list[dict[int, list[Batch]]] = [{} for _ in range(8)]
+    rounds: list[dict[int, list[Batch]]] = [{} for _ in range(20)]
 
     def work(number: int, model: nn.Module) -> None:
         taken: list[Batch] = []
