@@ -155,6 +155,8 @@ def report(records: Mapping[str, Any]) -> str:
     for name in MODELS:
         launches = [each for each in records["launches"] if each["model"] == name]
         lines += time_table(MODELS[name].label, launches) if launches else []
+    if len({each["model"] for each in records["launches"]}) > 1:
+        lines += time_table("All models together", records["launches"])
     return "\n".join(lines)
 
 

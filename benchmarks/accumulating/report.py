@@ -120,12 +120,20 @@ def count_table(model: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def time_table(model: str, launches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows of a markdown table: throughput of each way relative to native, and the calls around a micro-step."""
+    """Rows of a markdown table: throughput of each way relative to native, and the calls around a micro-step.
+
+    Args:
+        launches: of one model or of several: ratios are of pairs within a launch.
+    """
     timed = {name for launch in launches for name in launch["rounds"][0]} - {"native"}
-    native_s = median(each["native"]["wall_s"] for launch in launches for each in launch["rounds"])
+    medians_s = sorted(
+        median(each["native"]["wall_s"] for launch in launches if launch["model"] == name for each in launch["rounds"])
+        for name in {launch["model"] for launch in launches}
+    )
+    native_ms = " to ".join(f"{1e3 * seconds:.0f}" for seconds in dict.fromkeys((medians_s[0], medians_s[-1])))
     rounds = sum(len(launch["rounds"]) for launch in launches)
     lines = [
-        f"\n{model}: a micro-step of {1e3 * native_s:.0f} ms; {len(launches)} launches, {rounds} rounds\n",
+        f"\n{model}: a micro-step of {native_ms} ms; {len(launches)} launches, {rounds} rounds\n",
         f"| | throughput of native's, 95 % interval | at least {AT_LEAST}? | can't see under"
         f" | by CPU time | at least {AT_LEAST}? | can't see under | zero_grad() and step() |",
         "|---|---|---|---|---|---|---|---|",
