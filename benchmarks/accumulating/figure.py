@@ -19,6 +19,8 @@ _STYLES = {
     "averager": ("#2ca02c", "P"),
     AGAIN: ("gray", "x"),
 }
+_SHOWN = (0.8, 1.06)
+"""Of native throughput; the intervals of ways with few launches go beyond."""
 _APART = 1.02
 """Factor between the places of two ways of one model, so that their intervals do not hide each other."""
 
@@ -83,6 +85,7 @@ def _speed(axes: Any, rows: list[tuple[float, Any, Any]]) -> None:
             axes.errorbar(
                 sizes, ratios, errors, color=color, marker=marker, ms=4, lw=0, elinewidth=1, label=label(name)
             )
+    axes.set_ylim(*_SHOWN)
     axes.set_title("Throughput, native = 1 (95 % intervals)")
 
 
