@@ -128,7 +128,7 @@ def _arguments(options: HivemindOptions) -> dict[str, Any]:
         # A look at the roster must end within the silence that it measures, also where a node of the DHT is cut off: upstream's
         # 3 s, waited for twice, made a partition cost 11 s.
         "wait_timeout": 0.3 * options.forget_after_s,
-        # Upstream leaves a node that did not answer alone for 5 s, then 10, then 20: a peer that was cut off for 10 s is back sooner.
+        # Upstream leaves a node that did not answer alone for 5 s, then 10, then 20: so a peer that was cut off is back sooner.
         "backoff_rate": 1.0,
         "startup_timeout": 60.0,
         "shutdown_timeout": 10.0,
