@@ -17,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "docs" / "upstream").glob("*.py"))}
-LONG = {"hivemind_dead_peer"}
-"""Those that wait for a minute or more, and are run by hand."""
+LONG = {"hivemind_cut_leader", "hivemind_dead_peer"}
+"""Those that wait for a minute or more, or need peers to come in an order that a busy machine spoils; they are run by hand."""
 AT_ONCE = 4
 LIMIT_S = 90.0
 """For one reproduction; each takes 1 to 5 s on an idle machine."""
