@@ -111,9 +111,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_one_look_is_a_table_or_an_object(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("swarm watch run --peers a,b --peers c --once") == 0
+    a, b, c = (f"/ip4/127.0.0.1/tcp/{port}/p2p/Qm" for port in (1, 2, 3))
+    assert run(f"swarm watch run --peers {a},{b} --peers {c} --once") == 0
     assert capsys.readouterr().out.startswith("run: round 2, 1 peer, 8 samples/s\n[########################] 8 of 8")
-    assert asked[0] == WatchOptions(run_id="run", peers=("a", "b", "c"))
+    assert asked[0] == WatchOptions(run_id="run", peers=(a, b, c))
     assert run("swarm watch run --engine torchft --peers a:1 --once --json") == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["record"]["peer"] == "a"
 
@@ -128,8 +129,17 @@ def test_no_peer_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out == "run: no peer is seen. Runs that publish here: other.\n"
 
 
+@pytest.mark.parametrize("engine", ["hivemind", "torchft"])
+def test_an_address_that_is_none_is_an_error_of_the_command_line(
+    engine: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"swarm watch run --engine {engine} --peers bad --once") == 2
+    assert "peers has 'bad'" in capsys.readouterr().err
+    assert asked == []
+
+
 def test_looks_follow_each_other_until_nobody_answers(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("swarm watch run --peers a --every 0.1 --json") == 3
+    assert run("swarm watch run --peers /ip4/127.0.0.1/tcp/1/p2p/Qm --every 0.1 --json") == 3
     printed = capsys.readouterr()
     assert [len(json.loads(line)["rows"]) for line in printed.out.splitlines()] == [1, 1]
     assert printed.err == "bareloop: the store is gone\n"
