@@ -1,11 +1,16 @@
 """Who must be in the next mean, from a roster made by hand."""
 
 import logging
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("hivemind")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from records import record
 
 from bareloop.swarm import hivemind_company
 from bareloop.swarm.hivemind_company import Company
@@ -13,20 +18,7 @@ from bareloop.swarm.hivemind_options import HivemindOptions
 from bareloop.swarm.hivemind_roster import PeerRecord, View
 from bareloop.swarm.hivemind_rounds import Mean
 
-ME = PeerRecord(
-    peer=b"me",
-    round=3,
-    lineage="L3",
-    samples=8.0,
-    rate=1.0,
-    pace_s=0.1,
-    waiting=True,
-    loading=False,
-    schema="s",
-    client=False,
-    left=False,
-    beat=1,
-)
+ME = record(b"me", round=3, lineage="L3", samples=8.0, rate=1.0, pace_s=0.1, waiting=True)
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """For how long a peer counts as silent, where readings of the DHT are slow: as they are near a node that was cut off."""
 
+import sys
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,24 +12,14 @@ pytest.importorskip("hivemind")
 
 from hivemind.utils import ValueWithExpiration
 
+sys.path.insert(0, str(Path(__file__).parent))
+from records import record
+
 from bareloop.swarm import hivemind_roster
 from bareloop.swarm.hivemind_roster import PeerRecord, Roster
 
 FORGET_S = 5.0
-OTHER = PeerRecord(
-    peer=b"other",
-    round=0,
-    lineage="L0",
-    samples=0.0,
-    rate=0.0,
-    pace_s=0.0,
-    waiting=False,
-    loading=False,
-    schema="s",
-    client=False,
-    left=False,
-    beat=1,
-)
+OTHER = record(b"other")
 
 
 @dataclass

@@ -57,7 +57,7 @@ class _Search:
         self.averager._parent_pid = None  # upstream's __del__ reads it
         self.averager._offers = Offers(SimpleNamespace(peer_id=ME), "run")  # type: ignore[arg-type]
         self.averager._matchmaking = self.matchmaking
-        self.averager._refused, self.averager._leavers = [], []
+        self.averager._leavers, self.averager.dht = [], SimpleNamespace(peer_id=ME)
         self.averager._set_members(ALL)
         self.group = asyncio.create_task(self.averager._group(None))
 
@@ -188,7 +188,7 @@ def test_who_takes_no_part_in_a_group_says_so(monkeypatch: pytest.MonkeyPatch) -
             told.append((peer.to_bytes(), question, group))
             return True
 
-        search.averager._ask, search.averager.dht = ask, SimpleNamespace(peer_id=ME)
+        search.averager._ask = ask
         search.averager._pending_groups_registered = asyncio.Event()
         group: Any = SimpleNamespace(group_id=b"7", peer_ids=(ME, OTHER))
         with pytest.raises(AllreduceException, match="lacks 1 of 3"):

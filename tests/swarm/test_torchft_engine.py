@@ -483,7 +483,7 @@ def test_bad_options_are_refused_when_they_are_made(options: dict[str, Any], mes
     "addresses", [[], ["a:1", "b:2"], ["127.0.0.1"], ["127.0.0.1:0"], ["/ip4/1.2.3.4"], "127.0.0.1:5"]
 )
 def test_bad_addresses_are_refused(addresses: Any) -> None:
-    with pytest.raises(ValueError, match=r"^peers.*(bareloop swarm serve|must be a list)"):
+    with pytest.raises(ValueError, match=r"^peers.*bareloop swarm serve"):
         TorchFTEngine("run", 8, addresses)
 
 

@@ -9,48 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-from small_runs import gpt2, rows, trainer
+from small_runs import rows, trainer
+from swarm_runs import EXACT, Notes, without_dropout
 
 from bareloop import swarm
 from bareloop.trainer.hf import Trainer
 
-__all__ = ["SETTINGS", "TARGET", "model"]
+__all__ = ["SETTINGS"]
 
 TARGET = 12
-SETTINGS: dict[str, Any] = {
-    "gradient_accumulation_steps": 1,
-    "save_strategy": "no",
-    "max_grad_norm": 0.5,
-    "optim": "sgd",
-    "learning_rate": 0.1,
-}
-
-
-class Rows(TrainerCallback):
-    """Writes down which rows the model was trained on in each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[Tensor]] = [[]]
-
-    def take(self, model: Any, arguments: Any, named: dict[str, Any]) -> None:
-        """A hook before each forward."""
-        self.steps[-1].append(named["input_ids"].clone())
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.append([])
-
-
-def model() -> nn.Module:
-    """GPT-2 of one layer without dropout, which would draw other numbers in every process."""
-    made = gpt2()
-    for module in made.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return made
+SETTINGS: dict[str, Any] = {"max_grad_norm": 0.5, **EXACT}
 
 
 def main() -> None:
@@ -63,20 +33,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     kind = {"hivemind": swarm.HivemindOptions, "torchft": swarm.TorchFTOptions}[options.engine]
-    noted, own = Rows(), rows(48)[options.peer :: 2]
+    noted, own = Notes(), rows(48)[options.peer :: 2]
     with swarm.join(
         "trainers", target_batch=TARGET, engine=options.engine, peers=[options.address], options=kind(min_peers=2)
     ) as run:
         made = trainer(
             options.folder / str(options.peer),
             cls=lambda **arguments: Trainer(swarm=run, **arguments),
-            model=model(),
+            model=without_dropout(),
             data=[{"input_ids": row} for row in own],
             max_steps=options.rounds,
+            gradient_accumulation_steps=1,
+            save_strategy="no",
             **SETTINGS,
         )
-        made.model.register_forward_pre_hook(noted.take, with_kwargs=True)
-        made.add_callback(noted)
+        noted.watch(made)
         made.train()
     found = {"steps": noted.steps[: options.rounds], "weights": list(made.model.state_dict().values())}
     torch.save(found, options.folder / f"{options.peer}-{made.args.process_index}.pt")

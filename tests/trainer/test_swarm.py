@@ -13,6 +13,7 @@ import torch
 import transformers
 from forked import two_ranks
 from small_runs import Lines, gpt2, run, stack, trainer
+from swarm_runs import EXACT, Notes, one_process, without_dropout
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -24,8 +25,6 @@ from bareloop.trainer.hf import Trainer, lean
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
 ROUNDS = 5
-EXACT: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1}
-"""AdamW makes a gradient of any size a step of one size, and so differences in the last bits of small ones large."""
 
 
 def peer(target: float, meeting: Meeting | None = None) -> Swarm:
@@ -101,19 +100,6 @@ def test_labels_weigh_micro_batches_as_gradient_accumulation_does(tmp_path: Path
     assert losses(ours, "samples") == [sum(counted)]
 
 
-class Notes(TrainerCallback):
-    """Writes down which rows the model trained on in each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[Tensor]] = [[]]
-
-    def take(self, model: Any, arguments: Any, named: dict[str, Any]) -> None:
-        self.steps[-1].append(named["input_ids"].clone())
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.append([])
-
-
 def test_two_peers_train_as_one_process_that_has_all_their_rows(tmp_path: Path) -> None:
     """Each thread's trainer has its own order of the rows and brings as many to a round as it comes to."""
     meeting, notes = Meeting(12, peers=2), [Notes(), Notes()]
@@ -130,37 +116,15 @@ def test_two_peers_train_as_one_process_that_has_all_their_rows(tmp_path: Path) 
             max_grad_norm=0.5,
             **EXACT,
         )
-        made.model.register_forward_pre_hook(notes[number].take, with_kwargs=True)
-        made.add_callback(notes[number])
+        notes[number].watch(made)
         peers.append(made)
     threads(*(each.train for each in peers))
     rounds = [torch.cat([*notes[0].steps[index], *notes[1].steps[index]]) for index in range(ROUNDS)]
     assert all(notes[number].steps[index] for number in range(2) for index in range(ROUNDS)), "both in every round"
     assert losses(peers[0], "samples") == losses(peers[1], "samples") == [len(rows) for rows in rounds]
-    reference = run(
-        tmp_path / "reference",
-        cls=transformers.Trainer,
-        model=without_dropout(),
-        data=[{"input_ids": rows} for rows in rounds],
-        collate=lambda samples: {"input_ids": samples[0]["input_ids"], "labels": samples[0]["input_ids"]},
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=1,
-        max_steps=ROUNDS,
-        save_strategy="no",
-        max_grad_norm=0.5,
-        train_sampling_strategy="sequential",
-        **EXACT,
-    )
+    reference = one_process(tmp_path / "reference", rounds, max_grad_norm=0.5, **EXACT)
     assert distance(peers[0], peers[1]) == 0
     assert distance(peers[0], reference) < 2e-6
-
-
-def without_dropout() -> Any:
-    model = gpt2()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
 
 
 class Events(TrainerCallback):
