@@ -18,7 +18,9 @@ def checked(engine: str, peers: Any) -> list[str]:
         ValueError: no list, one is not of the form that `engine` takes, or torchft has another number than one.
     """
     if isinstance(peers, str | bytes) or not isinstance(peers, Sequence | set | frozenset):
-        raise ValueError(f"peers={peers!r}: must be a list of addresses, such as peers=[{peers!r}]")
+        raise ValueError(
+            f"peers={peers!r}: must be a list of addresses, such as peers=[{peers!r}]; `bareloop swarm serve` prints one"
+        )
     addresses = list(peers)
     if engine == "torchft":
         lighthouse(addresses)

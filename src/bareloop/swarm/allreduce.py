@@ -247,8 +247,10 @@ class WholeAverager(DecentralizedAverager):
             ballot.agreed.set_result(True)
             return True
         # This is answered at once. One that has just been silent for all that time is asked as well: it may have agreed.
-        patiences_s = [min(patience_s, _AGAIN_S) if answer is None else patience_s for answer in answers]
-        questions = [self._ask(p, _WAS_IT_AGREED, group_id, s) for p, s in zip(asked, patiences_s, strict=False)]
+        questions = [
+            self._ask(peer, _WAS_IT_AGREED, group_id, min(patience_s, _AGAIN_S) if answer is None else patience_s)
+            for peer, answer in zip(asked, answers[: len(asked)], strict=True)
+        ]
         for asking in asyncio.as_completed(questions):
             if await asking:
                 ballot.agreed.set_result(True)  # and not another await from here until the tensors are changed

@@ -26,6 +26,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from torch import Tensor
 
+from bareloop.swarm.addresses import checked
 from bareloop.swarm.engine import RoundFailed, StateReplaced, TrainingState
 from bareloop.swarm.hivemind_company import Company
 from bareloop.swarm.hivemind_meeting import Meeting, meet
@@ -80,9 +81,7 @@ class HivemindEngine:
             )
         if not 0 < target_batch < float("inf"):
             raise ValueError(f"target_batch={target_batch!r}: must be a number of samples above 0")
-        if isinstance(peers, str):
-            raise ValueError(f"peers={peers!r}: must be a list of addresses, such as peers=[{peers!r}]")
-        self._run_id, self._target, self._addresses = run_id, target_batch, list(peers)
+        self._run_id, self._target, self._addresses = run_id, target_batch, checked("hivemind", peers)
         self._options = options or HivemindOptions()
         self._opened: list[Any] = []
         """What `close` has to close, in the order of opening."""

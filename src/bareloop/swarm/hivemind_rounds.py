@@ -52,8 +52,8 @@ _REQUEST_S = 2.0
 _SECOND_LOOK_S = 1.0
 """Seconds in which a group that lacks a peer may turn out to be whole: peers give up one that died not all at once."""
 
-_REFUSED = 32
-"""Groups whose members are told at once that they were left, and as many whose members have told so."""
+_LEAVERS = 64
+"""How many are remembered: a group's latecomers are told at once that they were left."""
 
 _LINGER_S = 1.0
 """Seconds that a peer which leaves stays for groupmates who still ask about the last mean."""
@@ -116,9 +116,8 @@ class RoundAverager(WholeAverager):
         self._leaving: asyncio.Task[None] | None = None
         self._anew = False
         """The search was ended to begin another, without who is gone."""
-        self._refused: list[bytes] = []
         self._leavers: list[tuple[bytes, PeerID]] = []
-        """Groups and peers that have said they take no part in them."""
+        """Groups, and who took no part in them: this peer, or another that has said so."""
         self._serving = 0
         self._last_served = 0.0
         super().__init__(
@@ -250,15 +249,18 @@ class RoundAverager(WholeAverager):
             if any((group.group_id, peer) in self._leavers for peer in group.peer_ids):
                 raise AllreduceException("a peer left the group")
             if time.monotonic() > until:
-                self._refused = [*self._refused[1 - _REFUSED :], group.group_id]
+                self._note_leaver(group.group_id, self.peer_id)
                 self._pending_groups_registered.set()  # for those whose parts wait here: they are told
                 self._leaving = asyncio.create_task(self._leave(group))
                 lacking = len(self._members - present)
                 raise AllreduceException(f"the group lacks {lacking} of {len(self._members)} peers")
             await asyncio.sleep(0.02)
 
+    def _note_leaver(self, group_id: bytes, peer: PeerID) -> None:
+        self._leavers = [*self._leavers[1 - _LEAVERS :], (group_id, peer)]
+
     async def _left(self, group_id: bytes, peer: PeerID) -> None:
-        self._leavers = [*self._leavers[1 - _REFUSED :], (group_id, peer)]
+        self._note_leaver(group_id, peer)
         await super()._left(group_id, peer)
 
     async def _average(self, group: GroupInfo, weight: float) -> dict[bytes, float]:
@@ -351,7 +353,7 @@ class RoundAverager(WholeAverager):
         self._serving += 1
         try:
             first = await anext(stream)
-            if first.group_id in self._refused:
+            if (first.group_id, self.peer_id) in self._leavers:
                 yield AveragingData(code=BAD_GROUP_ID)
                 return
             async for part in super().rpc_aggregate_part(achain(as_aiter(first), stream), context):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from bareloop.extras import needs
-from bareloop.swarm.addresses import checked
+from bareloop.swarm.addresses import checked, host_and_port
 from bareloop.swarm.engines import ENGINES
 
 __all__ = [
@@ -266,7 +266,7 @@ def require_listener(host: str, port: int, what: str) -> None:
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError as error:
-        raise Unreachable(f"{what} at {host}:{port}: {error.strerror or error}") from error
+        raise Unreachable(f"{what} at {host_and_port(host, port)}: {error.strerror or error}") from error
 
 
 def is_number(value: Any) -> bool:
