@@ -33,20 +33,20 @@ def launch(script: str, job: Mapping[str, Any], processes: int, timeout_s: float
             "CUDA_VISIBLE_DEVICES": "",
         }
         children = []
-        for rank in range(processes):
-            own = _rank_variables(rank, processes) if processes > 1 else {}
-            command = [sys.executable, script, "--child", str(folder)]
-            with (folder / f"output{rank}").open("w") as output:
-                children.append(
-                    subprocess.Popen(
-                        command,
-                        env={**environment, **own},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
         try:
+            for rank in range(processes):
+                own = _rank_variables(rank, processes) if processes > 1 else {}
+                command = [sys.executable, script, "--child", str(folder)]
+                with (folder / f"output{rank}").open("w") as output:
+                    children.append(
+                        subprocess.Popen(
+                            command,
+                            env={**environment, **own},
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
             _wait(children, timeout_s)
         finally:
             for child in children:

@@ -77,7 +77,12 @@ def _outage(run: Run, *, begin: Callable[[str], None], end: Callable[[str], None
     _some_time(run)
     since = time.time()
     begin(victim)
-    time.sleep(OUTAGE_S - (time.time() - since))
+    return _over(run, victim, since, end)
+
+
+def _over(run: Run, victim: str, since: float, end: Callable[[str], None]) -> Course:
+    """Ends an outage that began at `since`, when it is to end, and waits for all."""
+    time.sleep(max(0.0, OUTAGE_S - (time.time() - since)))
     end(victim)
     back = time.time()
     run.wait_steps(_others(victim), run.count, since)
@@ -109,13 +114,7 @@ def _freeze_between(run: Run, place: str) -> Course:
         return bool(story.of("dies"))
 
     run.wait(frozen, f"the stop at {place}")
-    since = story.of("dies")[0]["time"]
-    time.sleep(max(0.0, OUTAGE_S - (time.time() - since)))
-    run.signal(victim, signal.SIGCONT)
-    back = time.time()
-    run.wait_steps(_others(victim), run.count, since)
-    run.wait_steps((victim,), run.count, back)
-    return Course(survivors=_others(victim), since=since, returns=victim, back=back)
+    return _over(run, victim, story.of("dies")[0]["time"], lambda victim: run.signal(victim, signal.SIGCONT) and None)
 
 
 def _calm(run: Run) -> Course:
