@@ -38,9 +38,12 @@ demo: $(STAMP)
 LOOP_TESTS := tests/trainer tests/data
 SWARM_TESTS := tests/swarm tests/test_upstream.py
 
+# A worker that a test has hung is not replaced: the next would hang in the same test.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --max-worker-restart 0
+
 test: $(STAMP) lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(LOOP_TESTS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(SWARM_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(LOOP_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SWARM_TESTS)
 	$(BIN)/python -m pytest $(LOOP_TESTS:%=--ignore=%) $(SWARM_TESTS:%=--ignore=%)
 
 check: $(STAMP) lint-imports

@@ -77,6 +77,14 @@ def distance(found: Any, wanted: Any) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
 
 
+def mean_distance(found: Any, wanted: Any) -> float:
+    """Of the elements. For 8 bits, which put the values beyond three standard deviations of a tensor into one bin: how far
+    that takes a single one off depends on the batches that a round happens to have (0.0001 to 0.01), the mean is below 2e-4;
+    micro-batches weighted alike give 2e-3 and more, one lost of 20 to 60 gives 1e-3 and more."""
+    found, wanted = list(found), list(wanted)
+    return sum((a - b).abs().sum().item() for a, b in zip(found, wanted, strict=True)) / sum(a.numel() for a in found)
+
+
 @contextmanager
 def nodes(count: int) -> Iterator[list[hivemind.DHT]]:
     options: dict[str, Any] = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "use_ipfs": False, "start": True}
@@ -164,9 +172,9 @@ def one_process(rounds: list[list[Batch]]) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("options", "tolerance"),
+    ("options", "measure", "tolerance"),
     [
-        pytest.param({}, 1e-6, id="blocks"),
+        pytest.param({}, distance, 1e-6, id="blocks"),
         pytest.param(
             {
                 "grad_averager_factory": native_averager(compat=True),
@@ -174,13 +182,18 @@ def one_process(rounds: list[list[Batch]]) -> nn.Module:
                 "delay_grad_averaging": True,
                 "grad_compression": Float16Compression(),
             },
+            distance,
             1e-3,
             id="compat-delayed-fp16",
         ),
-        pytest.param({"offload_optimizer": False, "grad_compression": Uniform8BitQuantization()}, 1e-2, id="8bit"),
+        pytest.param(
+            {"offload_optimizer": False, "grad_compression": Uniform8BitQuantization()}, mean_distance, 1e-3, id="8bit"
+        ),
     ],
 )
-def test_two_peers_train_as_one_process(options: dict[str, Any], tolerance: float) -> None:
+def test_two_peers_train_as_one_process(
+    options: dict[str, Any], measure: Callable[[Any, Any], float], tolerance: float
+) -> None:
     models = [network(), network()]
     with ExitStack() as stack:
         started = stack.enter_context(nodes(2))
@@ -205,9 +218,9 @@ def test_two_peers_train_as_one_process(options: dict[str, Any], tolerance: floa
         assert None not in made
     wanted = one_process([mine + other for mine, other in zip(*made, strict=True)])
     start = network()
-    assert distance(start.parameters(), wanted.parameters()) > 3 * tolerance
+    assert measure(start.parameters(), wanted.parameters()) > 3 * tolerance
     for model in models:
-        assert distance(model.parameters(), wanted.parameters()) < tolerance
+        assert measure(model.parameters(), wanted.parameters()) < tolerance
 
 
 def test_four_peers_have_the_pooled_gradient() -> None:

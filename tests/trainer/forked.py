@@ -4,12 +4,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import tqdm
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 __all__ = ["fork", "kill_at_event", "outcome_of", "two_ranks"]
@@ -27,6 +29,8 @@ def fork(function: Callable[[], object], errors: Path) -> int:
     try:
         signal.alarm(LIMIT_S)
         torch.set_num_threads(1)  # the threads of OpenMP are not forked
+        # Its default is shared with the parent, whom a child that is killed inside would hold up.
+        tqdm.tqdm.set_lock(threading.RLock())
         with errors.open("w", encoding="utf-8") as sys.stderr, Path(os.devnull).open("w") as sys.stdout:
             try:
                 function()

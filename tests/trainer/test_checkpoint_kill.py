@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tqdm
 from forked import fork, kill_at_event, outcome_of
 from small_runs import Outcome, differences, hashes, mask, outcome, run
 from transformers.trainer_utils import get_last_checkpoint
@@ -115,3 +116,15 @@ def test_killed_between_the_two_renames_of_a_step_that_is_saved_again(
     assert hashes(tmp_path / "_replaced-checkpoint-10") == before
     run(tmp_path, save_steps=5, resume=True)
     assert hashes(tmp_path / "checkpoint-10") == before
+
+
+def test_a_child_killed_in_a_progress_bar_does_not_hold_up_its_parent(tmp_path: Path) -> None:
+    def child() -> None:
+        tqdm.tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    lock = tqdm.tqdm.get_lock()
+    assert outcome_of(fork(child, tmp_path / "errors"), tmp_path / "errors") == -signal.SIGKILL
+    (shared, _) = lock.locks
+    assert shared.acquire(timeout=5)
+    shared.release()
