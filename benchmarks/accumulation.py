@@ -34,7 +34,7 @@ from accumulating.figure import draw
 from accumulating.models import MODELS
 from accumulating.report import count_table, time_table
 from accumulating.timed import AGAIN, in_turns
-from accumulating.ways import WAYS, way
+from accumulating.ways import JOINED, WAYS, way
 from contestants.launch import in_child, launch
 
 from bareloop.benchmark import order
@@ -53,8 +53,9 @@ def main() -> None:
         records = json.loads(arguments.records.read_text())
     everything = not (arguments.counts or arguments.time or arguments.report)
     if everything or arguments.counts:
+        counted = [name for name in arguments.ways if name not in JOINED]
         for name in arguments.models:
-            job = {"kind": "counts", "model": name, "ways": ["alone", *arguments.ways]}
+            job = {"kind": "counts", "model": name, "ways": ["alone", *counted]}
             records["counts"][name] = launch(__file__, job, 1, timeout_s=900.0)
             kept(arguments, records)
     if everything or arguments.time:

@@ -11,12 +11,15 @@ __all__ = ["draw"]
 
 _STYLES = {
     "native": ("black", "s"),
+    "told": ("#8c564b", "x"),
     "default": ("#d62728", "o"),
     "zeroing": ("#ff9896", "v"),
     "reuse": ("#9467bd", "^"),
     "compat": ("#17becf", "D"),
     "ours": ("#1f77b4", "o"),
     "averager": ("#2ca02c", "P"),
+    "hivemind": ("#e377c2", "*"),
+    "torchft": ("#bcbd22", "*"),
     AGAIN: ("gray", "x"),
 }
 _SHOWN = (0.8, 1.06)

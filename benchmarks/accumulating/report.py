@@ -16,19 +16,24 @@ AT_LEAST = 0.99
 LABELS = {
     "alone": "no accumulation",
     "native": "native (PyTorch)",
+    "told": "native, and hivemind's tracker told of each step",
     "default": "hivemind 1.1.12, default",
     "reuse": "hivemind 1.1.12, reuse_grad_buffers",
     "zeroing": "hivemind as in 1.1.6 (zeroing, then adding)",
     "ours": "bareloop, FlatAccumulator",
     "compat": "bareloop, FlatAccumulator(compat=True)",
     "averager": "hivemind with bareloop's native_averager()",
+    "hivemind": 'bareloop, join(engine="hivemind")',
+    "torchft": 'bareloop, join(engine="torchft")',
     AGAIN: "control: native again",
 }
+_ROWS = (*((name, "native") for name in LABELS if name != AGAIN), ("averager", "told"), (AGAIN, "native"))
+"""Of the table of times: (a way, what its time is divided by)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """Of one way on one model, relative to native accumulation."""
+    """Of one way on one model, relative to native accumulation or to another way."""
 
     ratio: float
     low: float
@@ -49,22 +54,24 @@ def label(name: str) -> str:
     return LABELS[name]
 
 
-def throughput(launches: Sequence[Mapping[str, Any]], name: str, clock: str = "wall_s") -> Throughput | None:
-    """`name` against native over these launches of one model; None when there are too few.
+def throughput(
+    launches: Sequence[Mapping[str, Any]], name: str, clock: str = "wall_s", base: str = "native"
+) -> Throughput | None:
+    """`name` against `base` over the launches that have both; None when there are too few.
 
     Args:
         clock: "wall_s", or "cpu_s" for the CPU time of the training thread: without what other programs take from it, and
             without what a way leaves to other threads.
     """
-    rounds = [launch["rounds"] for launch in launches if name in launch["rounds"][0]]
+    rounds = [launch["rounds"] for launch in launches if {name, base} <= launch["rounds"][0].keys()]
     if not rounds:
         return None
 
-    def of(over: str) -> Difference | None:
-        logs = [[log(each[over][clock] / each["native"][clock]) for each in launch] for launch in rounds]
+    def of(over: str, under: str) -> Difference | None:
+        logs = [[log(each[over][clock] / each[under][clock]) for each in launch] for launch in rounds]
         return difference(logs, pool=True)  # both halves of a pair come from one process and one model
 
-    slower, control = of(name), of(AGAIN)
+    slower, control = of(name, base), of(AGAIN, "native")
     if slower is None or control is None:
         return None
     return Throughput(
@@ -138,17 +145,18 @@ def time_table(model: str, launches: Sequence[Mapping[str, Any]]) -> list[str]:
         f" | by CPU time | at least {AT_LEAST}? | can't see under | zero_grad() and step() |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in [name for name in LABELS if name in timed]:
+    for name, base in [row for row in _ROWS if row[0] in timed and row[1] in timed | {"native"}]:
         cells: list[str] = []
         for clock in ("wall_s", "cpu_s"):
-            each = throughput(launches, name, clock)
+            each = throughput(launches, name, clock, base)
             verdict = "" if name == AGAIN else each.verdict if each else "undecided"
             cells += (
                 [f"{each.ratio:.3f} [{each.low:.3f}, {each.high:.3f}]", verdict, f"{each.resolution:.1%}"]
                 if each
                 else ["too few launches", verdict, ""]
             )
-        lines.append(f"| {label(name)} | {' | '.join(cells)} | {_step_cell(launches, name)} |")
+        against = "" if base == "native" else ", against the tracker's cost alone"
+        lines.append(f"| {label(name)}{against} | {' | '.join(cells)} | {_step_cell(launches, name)} |")
     return lines
 
 

@@ -1,8 +1,9 @@
 """Micro-steps of all ways, turn and turn about in one process, on one model: what differs is the accumulation alone.
 
 Each way keeps its own gradients and puts them back when its turn comes; the parameters are the same tensors for all, but
-for `native_averager`, which hooks them and so has a copy of the model. "again" is a second turn of native accumulation:
-the control. The first micro-step of a turn finds the caches full of another way's gradients and is not timed.
+for `native_averager`, which hooks them and so has a copy of the model, and "told", which is compared with it. "again" is a
+second turn of native accumulation: the control. The first micro-step of a turn finds the caches full of another way's
+gradients and is not timed.
 """
 
 import copy
@@ -22,6 +23,7 @@ from accumulating.ways import Way, way
 __all__ = ["AGAIN", "in_turns"]
 
 AGAIN = "again"
+ON_A_COPY = ("averager", "told")
 TURN_S = 0.5
 FEWEST_STEPS = 2
 WARM_UP = 2
@@ -53,7 +55,7 @@ def in_turns(name: str, orders: Sequence[Sequence[str]], seed: int) -> list[dict
 
 
 def _opened(stack: ExitStack, name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> _Contestant:
-    if name == "averager":
+    if name in ON_A_COPY:
         model = copy.deepcopy(model)
     parameters = list(model.parameters())
     opened = stack.enter_context(way(name, parameters, len(batch["labels"])))

@@ -5,21 +5,24 @@ hivemind's are its own `Optimizer` on a loopback DHT, with a target batch that i
 code: `zero_grad` wrote zeros then, since `set_to_none` became the default one release later (hivemind 559).
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bareloop.swarm.accumulator import FlatAccumulator
 
-__all__ = ["WAYS", "Way", "way"]
+__all__ = ["JOINED", "WAYS", "Way", "way"]
 
 _NEVER = 10**12
 """Samples: a target batch that no round reaches."""
+JOINED = ("hivemind", "torchft")
+"""Timed and not counted: once a second a micro-step sends a record too, so they are not all alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +68,32 @@ def _flat(parameters: Sequence[Tensor], samples: int, *, compat: bool) -> Iterat
 
 
 @contextmanager
+def _joined(parameters: Sequence[Tensor], samples: int, *, engine: str) -> Iterator[Way]:
+    """A peer alone in a run whose round never ends, with what `steps` and Trainer ask of it in each micro-step."""
+    from bareloop.swarm.door import join
+    from bareloop.swarm.serve import ServeOptions, serving
+
+    with ExitStack() as stack:
+        peers: Sequence[str] = ()
+        if engine == "torchft":
+            peers = stack.enter_context(serving(ServeOptions(engine=engine, port=0))).addresses
+        run = stack.enter_context(join("counted", target_batch=_NEVER, engine=engine, peers=peers))
+        run.attach(nn.ParameterList(parameters), torch.optim.SGD(parameters, lr=0.1))
+        block: Any = None
+
+        def enter() -> None:
+            nonlocal block
+            block = run.micro_batch(samples)
+            block.__enter__()
+
+        def leave() -> None:
+            block.__exit__(None, None, None)
+            run.ready()
+
+        yield Way(before=enter, after=leave)
+
+
+@contextmanager
 def _hivemind(
     parameters: Sequence[Tensor],
     samples: int,
@@ -76,6 +105,14 @@ def _hivemind(
     with _optimizer(parameters, samples, **options) as optimizer:
         before = partial(optimizer.zero_grad, set_to_none=set_to_none) if zero else _nothing
         yield Way(before=before, after=optimizer.step)
+
+
+@contextmanager
+def _told(parameters: Sequence[Tensor], samples: int) -> Iterator[Way]:
+    """Native, and what every loop on hivemind pays beside it: its tracker is told of each micro-step, and tells the DHT."""
+    with _optimizer(parameters, samples, reuse_grad_buffers=True) as optimizer:
+        counted = itertools.count(samples, samples)
+        yield Way(before=_nothing, after=lambda: optimizer.tracker.report_local_progress(0, next(counted)))
 
 
 @contextmanager
@@ -113,12 +150,15 @@ def _optimizer(parameters: Sequence[Tensor], samples: int, **options: Any) -> It
 WAYS: Mapping[str, Callable[..., Any]] = {
     "alone": _alone,
     "native": _native,
+    "told": _told,
     "default": _hivemind,
     "reuse": partial(_hivemind, reuse_grad_buffers=True, zero=False),
     "zeroing": partial(_hivemind, set_to_none=False),
     "ours": partial(_flat, compat=False),
     "compat": partial(_flat, compat=True),
     "averager": _own_averager,
+    "hivemind": partial(_joined, engine="hivemind"),
+    "torchft": partial(_joined, engine="torchft"),
 }
 """`report.LABELS` says what they are."""
 
